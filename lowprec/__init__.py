@@ -1,0 +1,40 @@
+"""lowprec: every training precision, on the machine you have.
+
+Only names live here, each loaded from its module on first use: `import lowprec` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module
+_PUBLIC: dict[str, str] = {
+    "Format": "lowprec.formats",
+    "format": "lowprec.formats",
+    "formats": "lowprec.formats",
+    "register_format": "lowprec.formats",
+    "Accumulator": "lowprec.recipe",
+    "Cast": "lowprec.recipe",
+    "Delayed": "lowprec.recipe",
+    "Gemm": "lowprec.recipe",
+    "LossScale": "lowprec.recipe",
+    "Recipe": "lowprec.recipe",
+    "Rule": "lowprec.recipe",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lowprec' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

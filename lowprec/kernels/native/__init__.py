@@ -1,0 +1,1 @@
+"""The native backend: flattens tensors and calls the compiled core."""

@@ -1,0 +1,28 @@
+#include "bind.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace nb = nanobind;
+using namespace lowprec;
+
+NB_MODULE(_native, m) {
+  m.def("isa", [] { return std::string(isa_name(current_isa())); });
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512bf16})
+      if (has_isa(isa)) names.emplace_back(isa_name(isa));
+    return names;
+  });
+  m.def("set_isa", [](const std::string& name) {
+    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512bf16})
+      if (name == isa_name(isa)) return set_isa(isa);
+    return false;
+  });
+  bind_cast(m);
+}
