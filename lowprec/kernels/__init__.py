@@ -13,6 +13,7 @@ them op by op, so the choice is about speed alone. `use` forces a backend, and s
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -36,9 +37,7 @@ def _load() -> None:
     """Import the compiled core (torch first: it brings the OpenMP runtime the core shares)."""
     global _core, _reason, _forced
     try:
-        from lowprec.kernels import _native
-
-        _core = _native
+        _core = importlib.import_module("lowprec.kernels._native")
     except ImportError as error:
         _reason = f"the compiled core could not be loaded: {error}"
         warnings.warn(f"{_reason}. The reference backend gives the same bits, slowly.", LowprecWarning, stacklevel=3)
