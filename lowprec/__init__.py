@@ -6,12 +6,20 @@ Only names live here, each loaded from its module on first use: `import lowprec`
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 # public name -> module
 _PUBLIC: dict[str, str] = {
+    "Plan": "lowprec.apply",
+    "apply": "lowprec.apply",
+    "disabled": "lowprec.apply",
+    "plan": "lowprec.apply",
+    "undo": "lowprec.apply",
+    "handles": "lowprec.handlers",
     "Format": "lowprec.formats",
     "format": "lowprec.formats",
     "formats": "lowprec.formats",
@@ -26,6 +34,20 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = sorted(_PUBLIC)
+
+
+class _Package(ModuleType):
+    """A package where a public name wins over the module of the same name (`apply`, `formats`, `linear`, ...).
+
+    Importing ``lowprec.apply`` would otherwise bind the module over the function ``lp.apply``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
