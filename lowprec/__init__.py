@@ -1,6 +1,8 @@
 """lowprec: every training precision, on the machine you have.
 
-Only names live here, each loaded from its module on first use: `import lowprec` loads no torch.
+Only names live here, each loaded from its module on first use: `import lowprec` loads no torch. Some public functions
+are named as the module they come from (``lowprec.formats()``); importing such a module must not hide the function, so
+this package does not take submodules of those names as attributes. Write ``from lowprec.formats import Format``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ _PUBLIC: dict[str, str] = {
     "LossScale": "lowprec.recipe",
     "Recipe": "lowprec.recipe",
     "Rule": "lowprec.recipe",
+    "recipe": "lowprec.recipes",
+    "recipes": "lowprec.recipes",
+    "register_recipe": "lowprec.recipes",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -19,63 +19,31 @@ Conventions:
   contraction axis comes first turns it around.
 * ``value = code * scale``, everywhere.
 
-Values are never changed after construction. `Recipe.replace` returns a new one.
+Values are checked when they are made and never changed afterwards. `Recipe.replace` returns a new one. Each prints as
+one word or one line, and parses from it (`lowprec.notation` has the grammar):
+
+    e4m3:1x128:e8m0:pow2                            a cast
+    e4m3:tensor*e5m2:tensor                         the two casts of a product
+    name=mine compute=bf16 output=e4m3:row*e4m3:row a recipe; what is not named has the default of `Recipe`
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Accumulator", "Cast", "Delayed", "Gemm", "LossScale", "Recipe", "Rule"]
+from lowprec import notation
+from lowprec.casting import Cast, Gemm
+from lowprec.errors import unknown_name
 
-Rounding = Literal["nearest", "nearest-away", "toward-zero", "up", "down", "stochastic"]
-Overflow = Literal["saturate", "keep-inf", "ieee"]
-ScaleKind = Literal["none", "tensor", "row", "column", "block"]
-ScaleRule = Literal["amax", "pow2", "floor", "ceil", "even", "rceil"]
+__all__ = ["ACCUMULATORS", "Accumulator", "Cast", "Delayed", "Gemm", "LossScale", "Recipe", "Rule"]
 
-
-@dataclass(frozen=True)
-class Cast:
-    """How one tensor is brought into a low-precision format.
-
-    Args:
-        format: name of the element format.
-        scale: what shares a scale: "none", the "tensor", a "row" (along the contraction), a "column" or a "block".
-        block: rows and columns of a block, the second along the contraction; only with ``scale="block"``.
-        scale_format: "fp32", "e8m0", or "e4m3" (two-level: e4m3 block scales under one fp32 tensor scale).
-        rule: how a scale follows from amax. "amax" divides by the largest value, "pow2" rounds that up to a power of
-            two; "floor", "ceil", "even", "rceil" are the rules of MX.
-        rounding: how a value between two neighbours is rounded.
-        overflow: what becomes of a value past the largest one.
-        symmetric: int formats only; False uses the whole range with a zero point.
-        hadamard: multiply by the random 16-point Hadamard transform along the contraction first.
-        min_block_scale: smallest e4m3 block scale; 0 for none, 2^-6 is torchao's variant of NVFP4.
-    """
-
-    format: str
-    scale: ScaleKind = "tensor"
-    block: tuple[int, int] | None = None
-    scale_format: Literal["fp32", "e8m0", "e4m3"] = "fp32"
-    rule: ScaleRule = "amax"
-    rounding: Rounding = "nearest"
-    overflow: Overflow = "saturate"
-    symmetric: bool = True
-    hadamard: bool = False
-    min_block_scale: float = 0.0
-
-    def replace(self, **changes: Any) -> Cast:
-        """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """The casts of a product's two operands, in the order of the equations at the head of this module."""
-
-    a: Cast | None = None
-    b: Cast | None = None
+STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8", "e5m2", "8bit", "4bit")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 @dataclass(frozen=True)
@@ -96,6 +64,11 @@ class Delayed:
     algo: Literal["max", "most_recent"] = "max"
     pow2: bool = False
 
+    def __post_init__(self) -> None:
+        notation.check_choices(self)
+        if not (notation.is_count(self.history) and notation.is_count(self.interval)):
+            raise ValueError(f"delayed scaling: history and interval are positive integers, got {self}")
+
 
 @dataclass(frozen=True)
 class Accumulator:
@@ -106,12 +79,41 @@ class Accumulator:
         fraction_bits: fraction bits kept after alignment to the largest exponent; the rest is truncated.
         output_mantissa: mantissa bits of the result of an instruction.
         promote_every: elements of K after which the partial sum is added to an fp32 one; 0 for never.
+
+    >>> ACCUMULATORS["hopper-fp8"]
+    Accumulator(k_step=32, fraction_bits=13, output_mantissa=13, promote_every=0)
     """
 
     k_step: int
     fraction_bits: int
     output_mantissa: int
     promote_every: int = 0
+
+    def __post_init__(self) -> None:
+        if not (notation.is_count(self.k_step) and self.k_step <= 256):
+            raise ValueError(f"accumulator: k_step must be 1 to 256 products, got {self.k_step}")
+        if not (notation.is_count(self.fraction_bits) and self.fraction_bits <= 48):
+            raise ValueError(f"accumulator: fraction_bits must be 1 to 48, got {self.fraction_bits}")
+        if not (notation.is_count(self.output_mantissa) and self.output_mantissa <= 23):
+            raise ValueError(f"accumulator: output_mantissa must be 1 to 23, got {self.output_mantissa}")
+        if self.promote_every and (not notation.is_count(self.promote_every) or self.promote_every % self.k_step):
+            raise ValueError(
+                f"accumulator: promote_every must be a multiple of k_step = {self.k_step}, got {self.promote_every}"
+            )
+
+
+# What is known of real tensor cores: products an instruction aligns, fraction bits kept, mantissa of its result. The
+# "-promoted" rows add the partial sum to fp32 registers every 128 elements, as DeepSeek's kernels do on Hopper.
+ACCUMULATORS: dict[str, Accumulator] = {
+    "volta": Accumulator(4, 23, 23),
+    "ampere": Accumulator(8, 24, 23),
+    "hopper": Accumulator(16, 25, 23),
+    "hopper-fp8": Accumulator(32, 13, 13),
+    "hopper-fp8-promoted": Accumulator(32, 13, 13, 128),
+    "blackwell": Accumulator(16, 25, 23),
+    "blackwell-fp8": Accumulator(32, 25, 23),
+    "blackwell-fp4": Accumulator(64, 35, 23),
+}
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,15 @@ class LossScale:
     cap: float | None = None
     hysteresis: int = 1
 
+    def __post_init__(self) -> None:
+        notation.check_choices(self)
+        if not (self.init > 0 and math.isfinite(self.init)):
+            raise ValueError(f"loss scale: init must be positive and finite, got {self.init}")
+        if not (self.growth >= 1 and 0 < self.backoff <= 1):
+            raise ValueError("loss scale: growth is at least 1 and backoff between 0 and 1")
+        if not (notation.is_count(self.window) and notation.is_count(self.hysteresis)):
+            raise ValueError("loss scale: window and hysteresis are positive integers")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -134,6 +145,27 @@ class Rule:
 
     glob: str
     recipe: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_glob(self.glob)
+        if self.recipe is not None and not _NAME.fullmatch(self.recipe):
+            raise ValueError(f"rule for {self.glob}: give a recipe by its name, got {self.recipe!r}")
+
+    def __str__(self) -> str:
+        """The rule as one word: "blocks.*->mxfp8", or "head->high" for high precision."""
+        return f"{self.glob}->{self.recipe or 'high'}"
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The rule a word describes.
+
+        >>> Rule.parse("head->high")
+        Rule(glob='head', recipe=None)
+        """
+        glob, arrow, recipe = text.partition("->")
+        if not arrow or not recipe:
+            raise ValueError(f"a rule is written GLOB->RECIPE, or GLOB->high, got {text!r}")
+        return cls(glob, None if recipe == "high" else recipe)
 
 
 @dataclass(frozen=True)
@@ -161,7 +193,13 @@ class Recipe:
         high_last_fraction: share of the last blocks that stays in compute dtype (NVFP4: 0.15).
         skip: globs of modules that stay as they are.
         rules: modules that follow another recipe.
-        note: one line for the listing.
+        note: one line for the listing; it is no part of what the recipe is, so equality ignores it.
+
+    >>> r = Recipe("mine", compute="bf16", output=Gemm(Cast("int8", scale="row"), Cast("int8", scale="row")))
+    >>> print(r)
+    name=mine compute=bf16 output=int8:row*int8:row
+    >>> Recipe.parse(str(r)) == r
+    True
     """
 
     name: str
@@ -187,8 +225,124 @@ class Recipe:
     high_last_fraction: float = 0.0
     skip: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
-    note: str = ""
+    note: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("states", "skip", "rules"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise TypeError(f"recipe {self.name}: {name} is a tuple, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"a recipe's name is letters, digits and . _ + -, got {self.name!r}")
+        notation.check_choices(self, f"recipe {self.name}: ")
+        _check_recipe(self)
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed."""
+        """A copy with some fields changed.
+
+        >>> Recipe("mine").replace(compute="bf16").compute
+        'bf16'
+        """
+        for name in changes.keys() - {f.name for f in dataclasses.fields(self)}:
+            raise unknown_name("field of a recipe", name, [f.name for f in dataclasses.fields(self)])
         return dataclasses.replace(self, **changes)
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """The three products by name, in the order of the equations."""
+        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+
+    @property
+    def casts(self) -> dict[str, Cast | None]:
+        """The six casts by product and operand, as in "grad_input.weight".
+
+        >>> list(Recipe("mine").casts)[:3]
+        ['output.input', 'output.weight', 'grad_input.grad_output']
+        """
+        operands = {
+            "output": ("input", "weight"),
+            "grad_input": ("grad_output", "weight"),
+            "grad_weight": ("grad_output", "input"),
+        }
+        return {
+            f"{gemm}.{operand}": cast
+            for gemm, names in operands.items()
+            for operand, cast in zip(names, (self.gemms[gemm].a, self.gemms[gemm].b))
+        }
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any operand of any product is cast."""
+        return any(cast is not None for cast in self.casts.values())
+
+    @property
+    def accumulator(self) -> Accumulator | None:
+        """The accumulator model, or None for plain fp32 sums."""
+        if isinstance(self.accumulate, Accumulator):
+            return self.accumulate
+        return None if self.accumulate == "fp32" else ACCUMULATORS[self.accumulate]
+
+    def __str__(self) -> str:
+        """The recipe as one line, which `parse` and `lowprec.recipe` read."""
+        return notation.write_fields(self, skip=("note",))
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """The recipe that one line of ``field=value`` describes.
+
+        Raises:
+            ValueError: if a field or a value is unknown.
+        """
+        return cls(**notation.read_fields(cls, text.split()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain dicts, lists, strings and numbers, for JSON."""
+        return {f.name: notation.to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Recipe:
+        """The recipe `to_dict` wrote.
+
+        >>> r = Recipe("mine", states=("fp8", "fp16"))
+        >>> Recipe.from_dict(r.to_dict()) == r
+        True
+        """
+        return cls(**notation.from_plain(cls, plain))
+
+
+def _check_glob(glob: str) -> None:
+    if not isinstance(glob, str) or not glob or re.search(r"\s|\||->", glob):
+        raise ValueError(f"a glob of module names has no blanks, no '|' and no '->', got {glob!r}")
+
+
+def _check_recipe(r: Recipe) -> None:
+    """What must hold between the fields of one recipe."""
+    where = f"recipe {r.name}: "
+    for name, gemm in r.gemms.items():
+        if not isinstance(gemm, Gemm):
+            raise TypeError(f"{where}{name} must be a Gemm, got {gemm!r}")
+    if not isinstance(r.accumulate, Accumulator) and r.accumulate not in ("fp32", *ACCUMULATORS):
+        raise unknown_name("accumulator", r.accumulate, ["fp32", *ACCUMULATORS])
+    if len(r.states) != 2:
+        raise ValueError(f"{where}states names the format of the first and the second state, got {r.states}")
+    for state in r.states:
+        if state not in STATE_FORMATS:
+            raise unknown_name(f"format of an optimizer state in {where.strip()}", state, STATE_FORMATS)
+    if r.communication not in ("fp32", "bf16", "fp16", "fp8"):
+        raise unknown_name(f"communication dtype in {where.strip()}", r.communication, ["fp32", "bf16", "fp16", "fp8"])
+    if r.weights == "fp32" and r.master is not None:
+        raise ValueError(f"{where}fp32 weights are their own master, so master must be None, got {r.master!r}")
+    if r.master == "bf16+16" and r.weights != "bf16":
+        raise ValueError(f"{where}master 'bf16+16' keeps the other 16 bits of bf16 weights, not of {r.weights}")
+    if r.weights == "fp8" and r.master is None:
+        raise ValueError(f"{where}fp8 weights cannot take small updates: give them a master, 'fp16' or 'fp32'")
+    if not 0 <= r.high_last_fraction < 1:
+        raise ValueError(f"{where}high_last_fraction is a share between 0 and 1, got {r.high_last_fraction}")
+    if r.delayed is not None and not any(c is not None and c.scale == "tensor" for c in r.casts.values()):
+        raise ValueError(f"{where}delayed scaling is for casts with one scale a tensor, and there are none")
+    for glob in r.skip:
+        _check_glob(glob)
+    for rule in r.rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"{where}rules holds Rule values, got {rule!r}")
