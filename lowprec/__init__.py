@@ -26,6 +26,7 @@ _PUBLIC: dict[str, str] = {
     "format": "lowprec.formats",
     "formats": "lowprec.formats",
     "register_format": "lowprec.formats",
+    "GradScaler": "lowprec.grad_scaler",
     "Accumulator": "lowprec.recipe",
     "Cast": "lowprec.recipe",
     "Delayed": "lowprec.recipe",

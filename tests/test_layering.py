@@ -10,7 +10,15 @@ from pathlib import Path
 import lowprec
 
 ROOT = Path(lowprec.__file__).parent
-TORCH_FREE = ["lowprec", "lowprec.formats", "lowprec.recipe", "lowprec.recipes", "lowprec.errors", "lowprec.cli"]
+TORCH_FREE = [
+    "lowprec",
+    "lowprec.formats",
+    "lowprec.recipe",
+    "lowprec.recipes",
+    "lowprec.loss_scale",
+    "lowprec.errors",
+    "lowprec.cli",
+]
 # a module (by prefix) -> prefixes of lowprec modules it must not import
 FORBIDDEN = {
     "formats": ["recipe", "kernels", "quantize", "linear", "apply", "training", "optim", "cli"],
