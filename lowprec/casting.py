@@ -38,7 +38,8 @@ class Cast:
         block: rows and columns of a block, the second along the contraction; only with ``scale="block"``.
         scale_format: "fp32", "e8m0", or "e4m3" (two-level: e4m3 block scales under one fp32 tensor scale).
         rule: how a scale follows from amax. "amax" divides by the largest value, "pow2" rounds that up to a power of
-            two; "floor", "ceil", "even", "rceil" are the rules of MX; "mean" is the mean of |x| (int1 only).
+            two (and so does "amax" where the scale is e8m0); "floor", "ceil", "even", "rceil" are the rules of MX;
+            "mean" is the mean of |x| (int1 only).
         rounding: how a value between two neighbours is rounded.
         overflow: what becomes of a value past the largest one.
         symmetric: int formats only; False uses the whole range with a zero point.
@@ -69,10 +70,8 @@ class Cast:
             raise ValueError(f"cast {element.name}: block=(rows, columns) goes with scale='block', and only with it")
         if self.block is not None and not (len(self.block) == 2 and all(notation.is_count(n) for n in self.block)):
             raise ValueError(f"cast {element.name}: block must be two positive integers, got {self.block}")
-        if self.scale_format == "e8m0" and self.rule in ("amax", "mean"):
-            raise ValueError(
-                f"cast {element.name}: an e8m0 scale is a power of two, so its rule is pow2, floor, ceil, even or rceil"
-            )
+        if self.scale_format == "e8m0" and self.rule == "mean":
+            raise ValueError(f"cast {element.name}: an e8m0 scale is a power of two, which a mean is not")
         if self.scale_format == "e4m3" and (self.scale != "block" or self.rule != "amax"):
             raise ValueError(f"cast {element.name}: e4m3 scales are two-level: they need scale='block' and rule='amax'")
         if self.rule == "mean" and element.kind != "binary":
@@ -89,7 +88,9 @@ class Cast:
     @property
     def power_of_two(self) -> bool:
         """Whether every scale is a power of two (or there is none)."""
-        return self.scale == "none" or (self.scale_format != "e4m3" and self.rule not in ("amax", "mean"))
+        if self.scale == "none" or self.scale_format == "e8m0":
+            return True
+        return self.scale_format == "fp32" and self.rule not in ("amax", "mean")
 
     def __str__(self) -> str:
         """The cast as one word.

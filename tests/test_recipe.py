@@ -112,7 +112,7 @@ def test_a_cast_takes_any_name_of_its_format() -> None:
 
 def test_where_scales_are_powers_of_two() -> None:
     assert lp.Cast("e4m3", rule="pow2").power_of_two and lp.Cast("e4m3", "none").power_of_two
-    assert not lp.Cast("e4m3").power_of_two
+    assert lp.Cast("e4m3", "block", (1, 32), "e8m0").power_of_two and not lp.Cast("e4m3").power_of_two
     assert not lp.Cast("e2m1", "block", (1, 16), "e4m3").power_of_two
 
 
@@ -125,7 +125,7 @@ def test_where_scales_are_powers_of_two() -> None:
         ({"scale": "block"}, "block=.rows, columns."),
         ({"block": (1, 32)}, "block=.rows, columns."),
         ({"scale": "block", "block": (0, 32)}, "two positive integers"),
-        ({"scale_format": "e8m0"}, "its rule is pow2"),
+        ({"format": "int1", "scale_format": "e8m0", "rule": "mean"}, "which a mean is not"),
         ({"scale_format": "e4m3"}, "two-level"),
         ({"rounding": "nearset"}, "did you mean 'nearest'"),
         ({"symmetric": False}, "only int formats"),
