@@ -24,7 +24,7 @@ import torch
 
 from lowprec.errors import LowprecWarning, unknown_name
 
-__all__ = ["BACKENDS", "available", "backend", "native_core", "pick", "use"]
+__all__ = ["BACKENDS", "available", "backend", "native_core", "native_topic", "pick", "use"]
 
 BACKENDS = ("native", "reference")
 
@@ -88,6 +88,18 @@ def backend(tensor: torch.Tensor) -> str:
 def pick(tensor: torch.Tensor, native: ModuleType, reference: ModuleType) -> ModuleType:
     """Choose between the two modules of a topic by where the tensor lives."""
     return native if backend(tensor) == "native" else reference
+
+
+def native_topic(name: str, reference: ModuleType) -> ModuleType:
+    """The native module of a topic; what it does not have yet is the reference's (a test lists what is missing)."""
+    try:
+        found = importlib.import_module(f"lowprec.kernels.native.{name}")
+    except ImportError:
+        return reference
+    for function in reference.__all__:
+        if not hasattr(found, function):
+            setattr(found, function, getattr(reference, function))
+    return found
 
 
 @contextmanager
