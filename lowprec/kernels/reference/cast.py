@@ -62,13 +62,13 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     """See `lowprec.kernels.cast.decode`."""
     if fmt.bits <= 16:
         return _table(fmt, dtype, codes.device)[from_codes(codes)]
-    return _to_dtype(_wide_values(from_codes(codes), fmt), dtype)
+    return to_dtype(_wide_values(from_codes(codes), fmt), dtype)
 
 
 @functools.lru_cache(maxsize=256)
 def _table(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
     values = torch.tensor([value for _, value in fmt.values()], dtype=torch.float64, device=device)
-    return _to_dtype(values, dtype)
+    return to_dtype(values, dtype)
 
 
 def _wide_values(codes: Tensor, fmt: Format) -> Tensor:
@@ -97,7 +97,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _to_dtype(exact: Tensor, dtype: torch.dtype, rounding: str = "nearest", overflow: str = "ieee") -> Tensor:
+def to_dtype(exact: Tensor, dtype: torch.dtype, rounding: str = "nearest", overflow: str = "ieee") -> Tensor:
     """float64 to another float dtype with one rounding (torch goes through float32), NaN canonical."""
     integer, _, _, name = LAYOUT[dtype]
     target = format(name)
@@ -116,7 +116,7 @@ def round_to(
     values = decode(as_codes(rounded.codes, fmt), fmt, torch.float64)
     values = torch.where(rounded.nan, math.nan, values)
     # towards zero, without overflow: only where x's own dtype cannot hold the value, as 65504 in bf16
-    return _to_dtype(values, x.dtype, "toward-zero", "keep-inf")
+    return to_dtype(values, x.dtype, "toward-zero", "keep-inf")
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
