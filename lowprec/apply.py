@@ -41,6 +41,8 @@ from lowprec.recipe import Recipe
 __all__ = ["Plan", "applied", "apply", "disabled", "plan", "undo"]
 
 _WRAPPERS = ("FullyShardedDataParallel", "FSDPModule")
+# modules whose import registers handlers, in this order
+_HANDLER_MODULES = ["lowprec.linear"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def plan(
         ValueError: for an unknown recipe, a glob that matches no module, or, if strict, an emulated format.
     """
     chosen = _recipe(recipe)
+    _register()
     _check_plain(model)
     names = [name for name, _ in model.named_modules()]
     own = [(rule.glob, rule.recipe) for rule in chosen.rules]
@@ -171,6 +174,13 @@ def _plan_module(
     if position:
         row = dataclasses.replace(row, note="; ".join(part for part in (position, row.note) if part))
     return cast(Row, row)
+
+
+@functools.cache
+def _register() -> None:
+    """Import the modules that register handlers."""
+    for name in _HANDLER_MODULES:
+        importlib.import_module(name)
 
 
 def _recipe(recipe: Recipe | str) -> Recipe:

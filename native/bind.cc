@@ -25,4 +25,5 @@ NB_MODULE(_native, m) {
     return false;
   });
   bind_cast(m);
+  bind_epilogue(m);
 }

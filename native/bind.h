@@ -16,5 +16,6 @@ T* at(Address address) {
 }
 
 void bind_cast(nanobind::module_& m);
+void bind_epilogue(nanobind::module_& m);
 
 }  // namespace lowprec

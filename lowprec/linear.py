@@ -1,0 +1,371 @@
+"""Linear layers: one autograd function, three products, six casts.
+
+    output[t, o]      = sum_i input[t, i]       weight[o, i]      both contract over their last axis
+    grad_input[t, i]  = sum_o grad_output[t, o] weight[o, i]      weight contracts over its first axis
+    grad_weight[o, i] = sum_t grad_output[t, o] input[t, i]       both contract over their first axis
+
+Each operand of each product is cast for itself, from the original values and along its own contraction; where a cast
+has the same result in both directions (one scale a tensor, square blocks) it is made once. `lowprec.products` says what
+then computes the sum.
+
+What is kept for the backward pass: the input as it came (16 bits wide), or its cast for grad_weight where that is
+cheaper to keep: as 8-bit codes with their scales where the recipe says ``saved="codes"``, or as the operand itself
+where the forward product has made it already. The weight is kept as it is, and its cast too where both directions share
+it.
+
+Casts of weights are found once a pass and, with few tokens (where they weigh), kept until the weight changes: its
+version counter and a sample of its values say whether it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lowprec import scaling
+from lowprec.formats import format as find_format
+from lowprec.handlers import ModuleState, Row, Site, handles
+from lowprec.kernels import cast as cast_kernels
+from lowprec.kernels import scale as scale_kernels
+from lowprec.products import COMPUTE, Engine, Operand, engine, orientation_free, prepare, product
+from lowprec.recipe import Accumulator, Cast, Delayed, Gemm, Recipe
+
+__all__ = ["LowPrecLinear", "Spec", "apply_linear", "plan_linear"]
+
+_FEW_TOKENS = 512  # below this many, casts of weights weigh enough to be kept
+ROLES = ("output", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the linear function needs of a recipe, resolved for a device; hashable, and a string for compiled graphs."""
+
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+    compute: str
+    device: str
+    accumulate: str | Accumulator = "fp32"
+    codes: bool = False
+    delayed: Delayed | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: str) -> Spec:
+        """The spec of a recipe."""
+        return _spec(recipe, device)
+
+    def unit(self, role: str) -> Engine:
+        """The engine of one of the three products."""
+        return engine(getattr(self, role), self.compute, self.device, self.accumulate)
+
+    @functools.cached_property
+    def units(self) -> tuple[Engine, Engine, Engine]:
+        """The engines of output, grad_input and grad_weight."""
+        return self.unit("output"), self.unit("grad_input"), self.unit("grad_weight")
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the output."""
+        return COMPUTE[self.compute]
+
+    @functools.cached_property
+    def keep(self) -> str:
+        """What is kept of the input: "operand" (the forward one serves grad_weight), "codes", or "input"."""
+        cast = self.grad_weight.b
+        if cast is None:
+            return "input"
+        bits = find_format(cast.format).bits
+        if self.codes and bits <= 8 and cast.rounding != "stochastic" and not cast.hadamard:
+            return "codes"
+        shared = cast == self.output.a and orientation_free(cast) and cast.rounding != "stochastic"
+        return "operand" if shared and self.units[0].kind == self.units[2].kind else "input"
+
+    @functools.cached_property
+    def one_weight(self) -> bool:
+        """Whether both products of the weight share one cast of it."""
+        a, b = self.output.b, self.grad_input.b
+        same_dtype = self.units[0].dtype == self.units[1].dtype and self.units[0].kind == self.units[1].kind
+        return a == b and orientation_free(a) and same_dtype and (a is None or a.rounding != "stochastic")
+
+    @functools.cached_property
+    def one_gradient(self) -> bool:
+        """Whether both products of grad_output share one cast of it."""
+        a, b = self.grad_input.a, self.grad_weight.a
+        same = self.units[1].dtype == self.units[2].dtype and self.units[1].kind == self.units[2].kind
+        return a == b and orientation_free(a) and same and (a is None or a.rounding != "stochastic")
+
+
+@functools.cache
+def _spec(recipe: Recipe, device: str) -> Spec:
+    codes = recipe.saved == "codes"
+    gemms = (recipe.output, recipe.grad_input, recipe.grad_weight)
+    return Spec(*gemms, recipe.compute, device, recipe.accumulate, codes, recipe.delayed)
+
+
+class Memory(NamedTuple):
+    """What a module brings to a pass beside its parameters: scaling history, random stream, statistics, cast cache."""
+
+    history: scaling.History | None = None
+    seed: int = 0
+    step: Tensor | None = None
+    observer: Any = None
+    cache: dict[Any, Any] | None = None
+
+    def rng(self, cast: Cast | None, role: int) -> cast_kernels.Rng | None:
+        """The random bits of one cast in this step."""
+        if cast is None or cast.rounding != "stochastic":
+            return None
+        return cast_kernels.Rng(self.seed, 0 if self.step is None else int(self.step), role)
+
+
+_NOTHING = Memory()
+
+
+def _cast(
+    x: Tensor, cast: Cast | None, axis: int, unit: Engine, spec: Spec, memory: Memory, role: int, index: int
+) -> Operand:
+    """Cast one operand, with the module's delayed scale where it has one, and tell the statistics."""
+    scale = None
+    delayed = memory.history is not None and cast is not None and cast.scale == "tensor"
+    if delayed:
+        assert memory.history is not None
+        scale = memory.history.scale[index]
+    wanted = delayed or memory.observer is not None
+    operand, counters = prepare(
+        x, cast, axis, unit, spec.compute, scale=scale, rng=memory.rng(cast, role), counters=wanted and cast is not None
+    )
+    if counters is not None:
+        if delayed:
+            assert memory.history is not None
+            memory.history.record(index, counters)
+        if memory.observer is not None:
+            memory.observer.add(role, counters, x.numel(), operand.scale)
+    return operand
+
+
+def _advance(memory: Memory, spec: Spec, index: int, cast: Cast | None) -> None:
+    if memory.history is not None and spec.delayed is not None and cast is not None:
+        memory.history.advance(index, find_format(cast.format).max, spec.delayed)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory, *, advance: bool, keep: bool
+) -> tuple[Tensor, list[Tensor | None], Operand]:
+    """The output, what is to be kept of the input (values, scale, tensor scale), and the weight's operand."""
+    gemm, unit = spec.output, spec.units[0]
+    if advance:
+        _advance(memory, spec, scaling.INPUT, gemm.a)
+        _advance(memory, spec, scaling.WEIGHT, gemm.b)
+    kept: list[Tensor | None] = [None, None, None]
+    mode = spec.keep if keep else ""
+    shared = mode == "codes" and gemm.a == spec.grad_weight.b and orientation_free(gemm.a) and unit.kind != "int8"
+    operand = None
+    if mode == "codes" and not shared:
+        cast = spec.grad_weight.b
+        assert cast is not None
+        delayed = memory.history is not None and cast.scale == "tensor"
+        scale = memory.history.scale[scaling.INPUT] if delayed and memory.history is not None else None
+        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale)
+        kept = [parts.codes, parts.scale, parts.tensor_scale]
+    operand = _cast(x, gemm.a, -1, unit, spec, memory, 0, scaling.INPUT)
+    if shared:
+        cast = spec.grad_weight.b
+        assert cast is not None
+        scale = operand.scale if cast.scale == "tensor" else None
+        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale)
+        kept = [parts.codes, parts.scale, parts.tensor_scale]
+    elif mode == "operand":
+        kept = [operand.values, operand.scale, None]
+    elif mode == "input":
+        kept = [x, None, None]
+    right = _weight(weight, spec, memory, few=x.shape[0] < _FEW_TOKENS, backward=False)
+    return product(operand, right, unit, spec.dtype, bias, spec.accumulate), kept, right
+
+
+def _weight(weight: Tensor, spec: Spec, memory: Memory, *, few: bool, backward: bool) -> Operand:
+    """The weight's operand for output or grad_input, from the cache where it may be used."""
+    gemm, unit, axis, role = (
+        (spec.grad_input, spec.units[1], -2, 3) if backward else (spec.output, spec.units[0], -1, 1)
+    )
+    cacheable = few and memory.cache is not None and memory.history is None and memory.observer is None
+    cacheable = cacheable and gemm.b is not None and gemm.b.rounding != "stochastic" and not weight.is_inference()
+    if not cacheable:
+        return _cast(weight, gemm.b, axis, unit, spec, memory, role, scaling.WEIGHT)
+    assert memory.cache is not None
+    flat = weight.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 61)]
+    known = memory.cache.get((role, spec))
+    if known is not None:
+        version, values, operand = known
+        if version == weight._version and values.shape == sample.shape and torch.equal(values, sample):
+            return operand  # type: ignore[no-any-return]
+    operand = _cast(weight, gemm.b, axis, unit, spec, memory, role, scaling.WEIGHT)
+    memory.cache[role, spec] = (weight._version, sample.clone(), operand)
+    return operand
+
+
+def backward(
+    grad: Tensor,
+    kept: tuple[Tensor | None, ...],
+    weight: Tensor,
+    weight_operand: Operand | None,
+    spec: Spec,
+    memory: Memory,
+    needs: tuple[bool, bool, bool],
+    input_dtype: torch.dtype,
+    sink: Any = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The three gradients (None where not needed)."""
+    grad_input = grad_weight = grad_bias = None
+    need_input, need_weight, need_bias = needs
+    _, unit_i, unit_w = spec.units
+    _advance(memory, spec, scaling.OUTPUT_GRADIENT, spec.grad_input.a or spec.grad_weight.a)
+    for_input = for_weight = None
+    if need_input:
+        for_input = _cast(grad, spec.grad_input.a, -1, unit_i, spec, memory, 2, scaling.OUTPUT_GRADIENT)
+    if need_weight:
+        if for_input is not None and spec.one_gradient:
+            for_weight = for_input.turned()
+        else:
+            for_weight = _cast(grad, spec.grad_weight.a, -2, unit_w, spec, memory, 4, scaling.OUTPUT_GRADIENT)
+    if for_input is not None:
+        right = (
+            weight_operand.turned()
+            if weight_operand is not None
+            else _weight(weight, spec, memory, few=grad.shape[0] < _FEW_TOKENS, backward=True)
+        )
+        grad_input = product(for_input, right, unit_i, input_dtype, None, spec.accumulate)
+    if for_weight is not None:
+        right = _kept_input(kept, spec, memory)
+        if sink is not None:
+            sink.add_product(for_weight.values, right.values, _one_scale(for_weight, right))
+        else:
+            grad_weight = product(for_weight, right, unit_w, weight.dtype, None, spec.accumulate)
+    if need_bias:
+        grad_bias = _column_sum(grad)
+    if memory.step is not None:
+        memory.step.add_(1)
+    return grad_input, grad_weight, grad_bias
+
+
+def _kept_input(kept: tuple[Tensor | None, ...], spec: Spec, memory: Memory) -> Operand:
+    """The input's operand for grad_weight from what was kept of it."""
+    values, scale, tensor_scale = kept
+    cast, unit = spec.grad_weight.b, spec.units[2]
+    assert values is not None
+    if spec.keep == "operand":
+        return Operand(values, -2, scale)
+    if spec.keep == "input":
+        return _cast(values, cast, -2, unit, spec, memory, 5, scaling.INPUT)
+    assert cast is not None and scale is not None
+    if unit.kind == "int8":
+        return Operand(values.view(torch.int8), -2, scale.reshape(-1))
+    parts = scale_kernels.QuantizedParts(values, scale, tensor_scale, None, None)
+    if unit.kind == "dequantised":
+        return Operand(scale_kernels.dequantize(parts, cast, -2, torch.float32), -2)
+    made = scale_kernels.carrier_from_codes(parts, cast, axis=-2, dtype=unit.dtype)
+    return Operand(made.values, -2, None if made.scale is None else made.scale.reshape(-1))
+
+
+def _one_scale(a: Operand, b: Operand) -> Tensor | None:
+    """The scale of a whole product, for a gradient store that takes one."""
+    scales = [s for s in (a.scale, b.scale) if s is not None]
+    return functools.reduce(torch.mul, scales) if scales else None
+
+
+def _column_sum(grad: Tensor) -> Tensor:
+    return grad.sum(0, dtype=torch.float32)
+
+
+class _Linear(torch.autograd.Function):
+    """The three products as torch's autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory, advance: bool, sink: Any
+    ) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        need_weight = ctx.needs_input_grad[1]
+        with torch._C._DisableAutocast():
+            output, kept, operand = forward(flat, weight, bias, spec, memory, advance=advance, keep=need_weight)
+        hold = spec.one_weight and spec.output.b is not None and ctx.needs_input_grad[0]
+        ctx.operand_scale = operand.scale if hold else None
+        ctx.save_for_backward(*kept, weight, operand.values if hold else None)
+        ctx.spec, ctx.memory, ctx.sink = spec, memory, sink
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return output.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        *kept, weight, values = ctx.saved_tensors
+        held = None if values is None else Operand(values, -1, ctx.operand_scale)
+        flat = grad.reshape(-1, weight.shape[0])
+        needs = ctx.needs_input_grad[:3]
+        with torch._C._DisableAutocast():
+            gx, gw, gb = backward(
+                flat, tuple(kept), weight, held, ctx.spec, ctx.memory, needs, ctx.dtype, ctx.sink if needs[1] else None
+            )
+        gx = None if gx is None else gx.view(ctx.shape)
+        gb = None if gb is None else gb.to(ctx.bias_dtype)
+        return gx, gw, gb, None, None, None, None
+
+
+def apply_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory = _NOTHING, advance: bool = True
+) -> Tensor:
+    """A linear layer by a spec; shapes as in `torch.nn.functional.linear`."""
+    return _Linear.apply(input, weight, bias, spec, memory, advance and not scaling.repeating(), None)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def plan_linear(site: Site, handler: type[nn.Module]) -> Row | str:
+    """The plan's row of a layer with the three products of this module."""
+    recipe = site.recipe
+    spec = Spec.of(recipe, site.device.type)
+    casts = any(g.a is not None or g.b is not None for g in (spec.output, spec.grad_input, spec.grad_weight))
+    special = recipe.compute in ("fp16", "tf32") or recipe.weights == "fp8" or recipe.gradients == "fp8"
+    if not casts and not special and recipe.accumulate == "fp32":
+        return f"no cast to make: runs in {recipe.compute} by the op policy"
+    words = [spec.unit(role).words for role in ROLES]
+    carrier = words[0] if len(set(words)) == 1 else "; ".join(f"{r}: {w}" for r, w in zip(ROLES, words))
+    return site.row(handler, carrier=carrier)
+
+
+@handles(nn.Linear)
+class LowPrecLinear(nn.Linear):
+    """`nn.Linear` with the casts of its recipe."""
+
+    _lowprec: ModuleState
+    lowprec_products = True
+
+    @staticmethod
+    def lowprec_plan(site: Site) -> Row | str:
+        """The row of a linear layer."""
+        return plan_linear(site, LowPrecLinear)
+
+    def lowprec_setup(self) -> None:
+        """Scaling history and random stream."""
+        state = self._lowprec
+        if state.recipe.delayed is not None:
+            scaling.create(self, state.recipe.delayed, self.weight.device)
+        state.extra["seed"] = zlib.crc32(state.name.encode())
+        state.extra["step"] = torch.zeros((), dtype=torch.int64)
+
+    def lowprec_teardown(self) -> None:
+        """Take the buffers away again."""
+        for name in scaling.BUFFERS:
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = self._lowprec
+        spec = Spec.of(state.recipe, input.device.type)
+        memory = Memory(scaling.of_module(self), state.extra["seed"], state.extra["step"], state.observer, state.cache)
+        return apply_linear(input, self.weight, self.bias, spec, memory, advance=self.training)
