@@ -16,7 +16,11 @@ import click
 __all__ = ["main"]
 
 # name -> (module, one-line summary)
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "compare": ("lowprec.cli.compare", "Train one model under many recipes: speed, memory, loss."),
+    "report": ("lowprec.cli.report", "Make the report page of a run."),
+    "train": ("lowprec.cli.train", "Train a model under one recipe, with checkpoints and resume."),
+}
 
 
 class _LazyGroup(click.Group):

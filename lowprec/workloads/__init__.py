@@ -7,7 +7,7 @@ a byte-level GPT on the running Python's standard library (`gpt`) and a CNN with
 * ``--model package.module:factory``: a callable without arguments that returns the model;
 * ``--data package.module:factory``: a callable without arguments that returns ``(train, validation)`` datasets, or one
   dataset (the last tenth is held out), or a DataLoader (its dataset, batch size and collate function are used);
-* ``--data file.txt`` or ``file.jsonl``: bytes of text;
+* ``--data file.txt`` or ``file.jsonl``, or several with commas between: bytes of text, the last tenth of each held out;
 * ``--model script.py``: a file with ``build()`` that returns ``(model, train, validation)``, ``(model, data)``, the
   model alone, or a `Workload`.
 
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lowprec.errors import unknown_name
 from lowprec.workloads import cnn, gpt
-from lowprec.workloads.data import Batch, ByteText, Data, bytes_of_file, digits, stdlib_bytes
+from lowprec.workloads.data import Batch, ByteText, Data, bytes_of_files, digits, stdlib_bytes
 
 __all__ = ["BUILT_IN", "SIZES", "Workload", "load", "loss_of", "units_in"]
 
@@ -159,7 +159,7 @@ def load(model: str = "gpt", source: str | None = None, size: str = "tiny", batc
     if model == "cnn" and source is None:
         return _cnn(size, batch)
     if model == "gpt" and (source is None or user.is_text(source)):
-        return _gpt(size, bytes_of_file(source) if source else None, batch)
+        return _gpt(size, bytes_of_files(source.split(",")) if source else None, batch)
     if model in BUILT_IN:
         built_in = _gpt(size) if model == "gpt" else _cnn(size)
         return user.with_data(built_in, source, batch)

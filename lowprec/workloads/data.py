@@ -22,7 +22,7 @@ import torch
 
 from lowprec.errors import missing_extra
 
-__all__ = ["Batch", "ByteText", "Data", "Samples", "bytes_of_file", "digits", "stdlib_bytes"]
+__all__ = ["Batch", "ByteText", "Data", "Samples", "bytes_of_file", "bytes_of_files", "digits", "stdlib_bytes"]
 
 Batch = Any  # a tuple (x, y) or a mapping of keyword arguments, as the model takes it
 
@@ -77,20 +77,37 @@ def _stable_hash(text: str) -> int:
     return value
 
 
-def bytes_of_file(path: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text or JSONL file as bytes: (training, validation); the last tenth is held out.
+def bytes_of_file(path: str | Path) -> torch.Tensor:
+    """A text or JSONL file as bytes.
 
-    In a ``.jsonl`` file every line is an object with a "text", or a string.
+    Text is mapped into memory, not read. In a ``.jsonl`` file every line is an object with a "text", or a string.
     """
     path = Path(path)
-    content = path.read_bytes()
-    if path.suffix == ".jsonl":
-        content = b"\n".join(_jsonl_texts(path, content))
-    if len(content) < 1000:
-        raise ValueError(f"{path} holds {len(content)} bytes of text; at least 1000 are needed to train on.")
-    everything = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    cut = len(everything) * 9 // 10
-    return everything[:cut], everything[cut:]
+    try:
+        if path.suffix == ".jsonl":
+            content = b"\n".join(_jsonl_texts(path, path.read_bytes()))
+            size = len(content)
+            text = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
+        else:
+            with path.open("rb") as file:  # says what is wrong with it better than a mapping does
+                file.read(1)
+            size = path.stat().st_size
+            text = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    except OSError as error:
+        raise OSError(f"{path} could not be read: {(error.strerror or str(error)).lower()}.") from error
+    if size < 1000:
+        raise ValueError(f"{path} holds {size} bytes of text; at least 1000 are needed to train on.")
+    return text
+
+
+def bytes_of_files(paths: Sequence[str | Path]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some files as bytes: (training, validation); the last tenth of each is held out."""
+    texts = [bytes_of_file(path) for path in paths]
+    if len(texts) == 1:
+        cut = len(texts[0]) * 9 // 10
+        return texts[0][:cut], texts[0][cut:]
+    cuts = [len(text) * 9 // 10 for text in texts]
+    return torch.cat([t[:c] for t, c in zip(texts, cuts)]), torch.cat([t[c:] for t, c in zip(texts, cuts)])
 
 
 def _jsonl_texts(path: Path, content: bytes) -> list[bytes]:

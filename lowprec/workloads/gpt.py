@@ -36,6 +36,7 @@ SIZES: dict[str, GPTSize] = {
     "nano": GPTSize(dim=32, blocks=2, heads=2, context=32, batch=4),  # for tests
     "tiny": GPTSize(dim=128, blocks=2, heads=4, context=128, batch=8),
     "small": GPTSize(dim=256, blocks=4, heads=4, context=128, batch=8),
+    "demo": GPTSize(dim=512, blocks=3, heads=8, context=256, batch=4),  # what `lowprec compare` trains by itself
     "medium": GPTSize(dim=512, blocks=4, heads=8, context=256, batch=8),
     "design": GPTSize(dim=768, blocks=4, heads=12, context=256, batch=8, vocab=8192),  # the shape speed is quoted on
 }

@@ -115,7 +115,7 @@ def _split(dataset: Any) -> tuple[Any, Any]:
 
 def _source(spec: str, batch: int | None, context: int) -> data.Data:
     if is_text(spec):
-        return data.ByteText(*data.bytes_of_file(spec), context, batch or DEFAULT_BATCH)
+        return data.ByteText(*data.bytes_of_files(spec.split(",")), context, batch or DEFAULT_BATCH)
     return _as_data(call(spec), spec, batch)
 
 

@@ -59,8 +59,10 @@ def test_jsonl_and_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text. " * 200)
     (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n"a string"\n' * 60)
     assert workloads.load("gpt", str(tmp_path / "a.txt"), size="nano").data.train(0, 0)[0].shape == (4, 32)
-    train, _ = data.bytes_of_file(tmp_path / "a.jsonl")
-    assert bytes(train.tolist()).startswith(b"hello there\na string\n")
+    text = data.bytes_of_file(tmp_path / "a.jsonl")
+    both = workloads.load("gpt", f"{tmp_path / 'a.txt'},{tmp_path / 'a.jsonl'}", size="nano").data
+    assert isinstance(both, data.ByteText) and len(both.text) + len(both.held_out) == len(text) + 11 * 200
+    assert bytes(text.tolist()).startswith(b"hello there\na string\n")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,13 @@ def test_users_own(script: str) -> None:
 def test_users_mistakes(script: str, model: str, source: str | None, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         workloads.load(model.format(script), source.format(script) if source else None)
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="could not be read: is a directory"):
+        workloads.load("gpt", str(tmp_path), size="nano")
+    with pytest.raises(OSError, match="could not be read: no such file"):
+        workloads.load("gpt", str(tmp_path / "none.txt"), size="nano")
 
 
 def test_missing_script() -> None:
