@@ -60,6 +60,10 @@ def no_nan_message(fmt: Format, count: int) -> str:
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
     """See `lowprec.kernels.cast.decode`."""
+    if fmt.bits < 8 * codes.element_size() and codes.numel():
+        top = int(from_codes(codes).max())
+        if top >= 1 << fmt.bits:
+            raise ValueError(f"{fmt.name} codes run from 0 to {(1 << fmt.bits) - 1}, got {top}.")
     if fmt.bits <= 16:
         return _table(fmt, dtype, codes.device)[from_codes(codes)]
     return to_dtype(_wide_values(from_codes(codes), fmt), dtype)
@@ -79,8 +83,8 @@ def _wide_values(codes: Tensor, fmt: Format) -> Tensor:
     normal = (exponent > 0).to(torch.int64)
     power = exponent.clamp(min=1) - (fmt.bias + fmt.mantissa_bits)
     near = power.clamp(min=-1022, max=1023)
-    value = (mantissa | (normal << fmt.mantissa_bits)).to(torch.float64) * _power_of_two(near)
-    value = value * _power_of_two(power - near)
+    value = (mantissa | (normal << fmt.mantissa_bits)).to(torch.float64) * power_of_two(near)
+    value = value * power_of_two(power - near)
     if fmt.nan == "ieee":
         value = torch.where(exponent == (1 << fmt.exponent_bits) - 1, math.inf, value)
         assert fmt.inf_code is not None
@@ -93,7 +97,8 @@ def _wide_values(codes: Tensor, fmt: Format) -> Tensor:
     return value
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^k as float64 for k in [-1022, 1023]."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 

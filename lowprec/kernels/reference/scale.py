@@ -13,8 +13,10 @@
   ``s_b = e4m3(amax_b * (S / max))``, ``y = x * min(S / s_b, FLT_MAX)``, tensor scale ``1 / S``, all in fp32.
 * asymmetric integers: ``scale = (hi - lo) / (2^n - 1)`` with lo <= 0 <= hi, zero point
   ``-2^(n-1) - round(lo / scale)``.
-* amax 0 gives scale 1 and codes 0. NaN or Inf in a group make its scale NaN, so that the group reads as NaN. With a
-  scale that was given, the element itself becomes NaN where the format has one, else its group's scale does.
+* rule ``mean`` (int1): the mean of |x|, summed as integers of fixed point, so that no order of addition shows.
+* amax 0 gives scale 1 and codes 0 (int1, which has no zero, gets scale 0). NaN or Inf in a group make its scale NaN,
+  so that the group reads as NaN. With a scale that was given, the element itself becomes NaN where the format has one,
+  else its group's scale does.
 
 The counters are (values that are not zero and read as zero, finite values past the largest one, NaN and Inf, bits of
 amax as fp32).
@@ -133,6 +135,31 @@ def _exp2(exponent: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
+def _mean(x: Tensor, amax: Tensor, plan: Plan, axis: int) -> Tensor:
+    """Mean of |x| in every group (float64): each |x| as an integer of amax / 2^digits, so the sum is exact."""
+    down, across = group_of(plan, x.shape, axis)
+    digits = 60 - max(1, down * across).bit_length()
+    usable = amax.isfinite() & (amax > 0)
+    power = torch.where(usable, ((amax.view(torch.int64) >> 52) - 1022), 0)
+    unit = torch.where(usable, power - digits, 0)
+    wide = x.to(torch.float64).abs()
+    wide = torch.where(wide.isfinite(), wide, 0.0)
+    near = (-spread(unit, plan, x.shape, axis)).clamp(-1022, 1023)
+    rest = -spread(unit, plan, x.shape, axis) - near
+    terms = (wide * casts.power_of_two(near) * casts.power_of_two(rest)).to(torch.int64)
+    shape = scale_shape(plan, x.shape, axis)
+    if x.numel() == 0:
+        return amax
+    padding = (0, -x.shape[1] % across, 0, -x.shape[0] % down)
+    tiles = torch.nn.functional.pad(terms, padding).reshape(
+        -(-x.shape[0] // down), down, -(-x.shape[1] // across), across
+    )
+    count = torch.nn.functional.pad(torch.ones_like(terms), padding).reshape(tiles.shape).sum(dim=(1, 3)).reshape(shape)
+    mean = tiles.sum(dim=(1, 3)).reshape(shape).to(torch.float64) / count
+    mean = mean * casts.power_of_two(unit.clamp(min=-1022)) * casts.power_of_two(unit - unit.clamp(min=-1022))
+    return torch.where(usable, mean, amax)
+
+
 def scale_of(amax: Tensor, plan: Plan) -> Tensor:
     """fp32 scales from amax values (float64): 0 gives 1, NaN and Inf give NaN."""
     usable = amax.isfinite() & (amax > 0)
@@ -141,7 +168,10 @@ def scale_of(amax: Tensor, plan: Plan) -> Tensor:
         scale = _exp2(power_of_two_exponent(safe, plan.fmt, plan.rule))
     else:
         scale = (safe / plan.fmt.max).clamp(MIN_SCALE, FLT_MAX).to(torch.float32)
-    scale = torch.where(amax == 0, 1.0, scale)
+    of_zeros = 1.0
+    if plan.fmt.kind == "binary":
+        of_zeros = 2.0**-127 if plan.power_of_two else 0.0
+    scale = torch.where(amax == 0, of_zeros, scale)
     return torch.where(amax.isfinite(), scale, math.nan)
 
 
@@ -178,7 +208,9 @@ def scale_values(scale: Tensor, plan: Plan) -> Tensor:
 
 
 def _divide(x: Tensor, scale: Tensor, plan: Plan) -> Tensor:
-    """x / scale: exact for powers of two, else rounded to fp32 (float64 for float64)."""
+    """x / scale: exact for powers of two, else rounded to fp32 (float64 for float64); of a sign bit, x itself."""
+    if plan.fmt.kind == "binary":
+        return torch.where(scale.isnan(), math.nan, x)
     if plan.power_of_two or x.dtype == torch.float64:
         y = x.to(torch.float64) / scale.to(torch.float64)
     else:
@@ -209,7 +241,8 @@ def _cast(x: Tensor, plan: Plan, axis: int, scale: Tensor | None, rng: Rng | Non
         return _Cast(_round(y, x, plan, rng), codes, tensor_scale, None)
     given = scale is not None
     if scale is None:
-        scale = scale_of(_group_max(x, plan, axis).to(torch.float64), plan)
+        top = _group_max(x, plan, axis).to(torch.float64)
+        scale = scale_of(_mean(x, top, plan, axis) if plan.rule == "mean" else top, plan)
     else:
         scale = scale_values(scale, plan) if scale.dtype == torch.uint8 else scale
     y = _divide(x, spread(scale, plan, x.shape, axis), plan)
