@@ -18,8 +18,10 @@ __all__ = ["main"]
 # name -> (module, one-line summary)
 COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("lowprec.cli.compare", "Train one model under many recipes: speed, memory, loss."),
+    "run": ("lowprec.cli.run", "Run a script under a recipe."),
     "report": ("lowprec.cli.report", "Make the report page of a run."),
     "train": ("lowprec.cli.train", "Train a model under one recipe, with checkpoints and resume."),
+    "completion": ("lowprec.cli.completion", "Print the completion script of a shell."),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowprec.cli.options import Plain, emit, given_on_command_line, job_options, json_option, split
+from lowprec.cli.options import Plain, complete_recipe, emit, given_on_command_line, job_options, json_option, split
 
 DEFAULT = "fp32,bf16,fp8,mxfp8,nvfp4,int8,msamp-O2"
 EXAMPLE = """\b
@@ -19,7 +19,14 @@ Examples:
 
 
 @click.command(epilog=EXAMPLE)
-@click.option("--recipes", default=DEFAULT, show_default=True, metavar="R,R", help="Recipes, in order.")
+@click.option(
+    "--recipes",
+    default=DEFAULT,
+    show_default=True,
+    metavar="R,R",
+    shell_complete=complete_recipe,
+    help="Recipes, in order.",
+)
 @job_options
 @click.option("--steps", type=click.IntRange(1), help="Steps of each recipe.")
 @click.option("--seeds", type=click.IntRange(1), default=None, help="Starts to average over.")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["Plain", "emit", "given_on_command_line", "job_options", "json_option", "split"]
+__all__ = ["Plain", "complete_recipe", "emit", "given_on_command_line", "job_options", "json_option", "split"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +25,16 @@ def json_option(function: F) -> F:
         help="Print the result as JSON, or write it to FILE.",
     )
     return option(function)
+
+
+def complete_recipe(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    """Recipe names for the shell; after a comma, the next one."""
+    from click.shell_completion import CompletionItem
+
+    from lowprec.recipes import recipes
+
+    before, comma, last = incomplete.rpartition(",")
+    return [CompletionItem(f"{before}{comma}{name}") for name in recipes() if name.startswith(last)]
 
 
 def job_options(function: F) -> F:

@@ -7,18 +7,20 @@ from typing import Any
 
 import click
 
-from lowprec.cli.options import Plain, emit, given_on_command_line, job_options, json_option
+from lowprec.cli.options import Plain, complete_recipe, emit, given_on_command_line, job_options, json_option
 
 EXAMPLE = """\b
 Examples:
   lowprec train --recipe bf16 --steps 200 --out runs/first
-  lowprec train --recipe fp8-block --data corpus.txt --size small --out runs/corpus
+  lowprec train --recipe fp8-block --data corpus.txt --out runs/corpus
   lowprec train --resume --out runs/first
 """
 
 
 @click.command(epilog=EXAMPLE)
-@click.option("--recipe", metavar="R", help="The recipe [from lowprec.toml, else bf16].")
+@click.option(
+    "--recipe", metavar="R", shell_complete=complete_recipe, help="The recipe [from lowprec.toml, else bf16]."
+)
 @job_options
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the run.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, bit for bit.")

@@ -154,12 +154,8 @@ def bytes_by_role(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     gradients = _sum(_gradient_tensors(parameters), counted)
     scales = [v for p in parameters for k, v in vars(p).items() if k.endswith("scale") and isinstance(v, torch.Tensor)]
     weights = _sum([*parameters, *model.buffers(), *scales], counted)
-    keys = ("master", "remainder", "bits")
-    held = [(k, v) for state in optimizer.state.values() for k, v in state.items()]
-    own = getattr(optimizer, "masters", None)
-    found = own() if callable(own) else own
-    named = [v for k, v in held if any(word in str(k) for word in keys)]
-    masters = _sum(_tensors([named, found], set()), counted)
+    held = [(str(k), v) for state in optimizer.state.values() for k, v in state.items()]
+    masters = _sum(_tensors([v for k, v in held if k.startswith(("master", "residue"))], set()), counted)
     seen = {id(optimizer.param_groups)} | {id(p) for p in parameters}
     states = _sum(_tensors([v for _, v in held], set(seen)), counted)
     states += _sum(_tensors(optimizer, seen), counted)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowprec import gradients, optim
 from lowprec.jobs import measure
 
 
@@ -30,14 +31,22 @@ def test_tied_weights_and_views_count_once() -> None:
 
 
 def test_masters_of_an_optimizer_are_masters() -> None:
-    class WithMasters(torch.optim.SGD):
-        def masters(self) -> dict[torch.Tensor, torch.Tensor]:
-            return dict(zip(model.parameters(), kept))
-
     model = nn.Linear(16, 16, bias=False).bfloat16()
-    kept = [p.detach().float() for p in model.parameters()]
-    held = measure.bytes_by_role(model, WithMasters(model.parameters(), lr=0.1))
-    assert (held.weights, held.masters, held.states) == (512, 1024, 0)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, master="fp32", states="bf16")
+    model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    held = measure.bytes_by_role(model, optimizer)
+    assert (held.weights, held.masters, held.gradients, held.states) == (512, 1024, 512, 1024)
+
+
+def test_stored_gradients_are_gradients() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    gradients.install(list(model.parameters()), "fp8")
+    found = gradients.sink(model.weight)
+    assert found is not None
+    found.add(torch.ones(64, 64))
+    held = measure.bytes_by_role(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert held.weights == 4 * 4096 and held.gradients == 4096 + 4 * 4096 // 256
 
 
 @pytest.mark.skipif(measure.bytes_in_use() is None, reason="this C library cannot say how many bytes are in use")
