@@ -48,11 +48,13 @@ _PUBLIC: dict[str, str] = {
     "Delayed": "lowprec.recipe",
     "Gemm": "lowprec.recipe",
     "LossScale": "lowprec.recipe",
+    "OpRule": "lowprec.op_table",
     "Recipe": "lowprec.recipe",
     "Rule": "lowprec.recipe",
     "recipe": "lowprec.recipes",
     "recipes": "lowprec.recipes",
     "register_recipe": "lowprec.recipes",
+    "trace_policy": "lowprec.policy",
 }
 
 __all__ = sorted(_PUBLIC)

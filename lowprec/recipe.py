@@ -39,8 +39,9 @@ from typing import Any, Literal
 from lowprec import notation
 from lowprec.casting import Cast, Gemm
 from lowprec.errors import unknown_name
+from lowprec.op_table import OpRule
 
-__all__ = ["ACCUMULATORS", "Accumulator", "Cast", "Delayed", "Gemm", "LossScale", "Recipe", "Rule"]
+__all__ = ["ACCUMULATORS", "Accumulator", "Cast", "Delayed", "Gemm", "LossScale", "OpRule", "Recipe", "Rule"]
 
 STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8", "e5m2", "8bit", "4bit")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
@@ -177,7 +178,10 @@ class Recipe:
         compute: dtype of activations and of operands that are not cast: "fp32", "tf32", "bf16", "fp16".
         output, grad_input, grad_weight: the casts of the three products.
         accumulate: "fp32", the name of an accumulator model, or an `Accumulator`.
-        policy: op policy: "amp" (the table of `lowprec.policy`), "uniform" (every op in ``compute``).
+        policy: op policy: "amp" (the table of `lowprec.op_table`), "uniform" (every op in ``compute``).
+        attention_pv: the product of attention's probabilities with V: "low" (compute dtype) or "high" (fp32).
+        rnn: the products inside LSTM, GRU and RNN cells: "low" (as a linear layer's) or "high" (fp32).
+        ops: rules of one's own for single ops, before the table's.
         delayed: delayed scaling for per-tensor casts, or None for current scaling.
         saved: activations kept for backward "high" (in compute dtype) or as "codes" (8 bits and scales).
         weights: where weights live: "fp32", "bf16", "fp16", "fp8".
@@ -209,6 +213,9 @@ class Recipe:
     grad_weight: Gemm = field(default_factory=Gemm)
     accumulate: str | Accumulator = "fp32"
     policy: Literal["amp", "uniform"] = "amp"
+    attention_pv: Literal["low", "high"] = "low"
+    rnn: Literal["low", "high"] = "low"
+    ops: tuple[OpRule, ...] = ()
     delayed: Delayed | None = None
     saved: Literal["high", "codes"] = "high"
     weights: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
@@ -228,7 +235,7 @@ class Recipe:
     note: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("states", "skip", "rules"):
+        for name in ("states", "skip", "rules", "ops"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise TypeError(f"recipe {self.name}: {name} is a tuple, got {value!r}")
@@ -343,6 +350,7 @@ def _check_recipe(r: Recipe) -> None:
         raise ValueError(f"{where}delayed scaling is for casts with one scale a tensor, and there are none")
     for glob in r.skip:
         _check_glob(glob)
-    for rule in r.rules:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"{where}rules holds Rule values, got {rule!r}")
+    for name, cls in (("rules", Rule), ("ops", OpRule)):
+        for rule in getattr(r, name):
+            if not isinstance(rule, cls):
+                raise TypeError(f"{where}{name} holds {cls.__name__} values, got {rule!r}")
