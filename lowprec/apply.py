@@ -26,14 +26,14 @@ import functools
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lowprec import handlers
+from lowprec import handlers, policy
 from lowprec.errors import unknown_name
 from lowprec.handlers import ModuleState, Row, Site
 from lowprec.recipe import Recipe
@@ -256,19 +256,10 @@ class PolicyRoot(nn.Module):
 
         @functools.wraps(cls.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _policy(self._lowprec_root.recipe, self._lowprec_root.device):
+            with policy.active(*self._lowprec_policy):
                 return cls.forward(self, *args, **kwargs)
 
         return {"forward": forward, "__name__": cls.__name__, "__module__": cls.__module__, "__doc__": cls.__doc__}
-
-
-def _policy(recipe: Recipe, device: str) -> AbstractContextManager[Any]:
-    try:
-        from lowprec import policy
-    except ImportError:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.compute)
-        return torch.autocast(device, dtype) if dtype is not None else nullcontext()
-    return cast(AbstractContextManager[Any], policy.active(recipe, device))
 
 
 def apply(model: nn.Module, recipe: Plan | Recipe | str, **options: Any) -> nn.Module:
@@ -306,6 +297,7 @@ def apply(model: nn.Module, recipe: Plan | Recipe | str, **options: Any) -> nn.M
         assert row.recipe is not None
         handlers.swap(module, handler, row.name, row.recipe)
     model._lowprec_root = made  # type: ignore[assignment]
+    model._lowprec_policy = (policy.key(made.recipe), made.device)  # type: ignore[assignment]
     model.__class__ = handlers.join(PolicyRoot, type(model))
     return model
 
@@ -329,7 +321,7 @@ def undo(model: nn.Module) -> nn.Module:
     """
     if applied(model) is None:
         raise ValueError("no recipe is applied to this model (undo takes the model that was given to apply).")
-    del model._lowprec_root
+    del model._lowprec_root, model._lowprec_policy
     model.__class__ = type(model)._lowprec_parts[1]  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(getattr(module, "_lowprec", None), ModuleState):

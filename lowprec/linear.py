@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import zlib
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,79 +32,13 @@ from lowprec.formats import format as find_format
 from lowprec.handlers import ModuleState, Row, Site, handles
 from lowprec.kernels import cast as cast_kernels
 from lowprec.kernels import scale as scale_kernels
-from lowprec.products import COMPUTE, Engine, Operand, engine, orientation_free, prepare, product
-from lowprec.recipe import Accumulator, Cast, Delayed, Gemm, Recipe
+from lowprec.products import Engine, Operand, orientation_free, prepare, product
+from lowprec.recipe import Cast
+from lowprec.spec import ROLES, Spec
 
 __all__ = ["LowPrecLinear", "Spec", "apply_linear", "plan_linear"]
 
 _FEW_TOKENS = 512  # below this many, casts of weights weigh enough to be kept
-ROLES = ("output", "grad_input", "grad_weight")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What the linear function needs of a recipe, resolved for a device; hashable, and a string for compiled graphs."""
-
-    output: Gemm
-    grad_input: Gemm
-    grad_weight: Gemm
-    compute: str
-    device: str
-    accumulate: str | Accumulator = "fp32"
-    codes: bool = False
-    delayed: Delayed | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe, device: str) -> Spec:
-        """The spec of a recipe."""
-        return _spec(recipe, device)
-
-    def unit(self, role: str) -> Engine:
-        """The engine of one of the three products."""
-        return engine(getattr(self, role), self.compute, self.device, self.accumulate)
-
-    @functools.cached_property
-    def units(self) -> tuple[Engine, Engine, Engine]:
-        """The engines of output, grad_input and grad_weight."""
-        return self.unit("output"), self.unit("grad_input"), self.unit("grad_weight")
-
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the output."""
-        return COMPUTE[self.compute]
-
-    @functools.cached_property
-    def keep(self) -> str:
-        """What is kept of the input: "operand" (the forward one serves grad_weight), "codes", or "input"."""
-        cast = self.grad_weight.b
-        if cast is None:
-            return "input"
-        bits = find_format(cast.format).bits
-        if self.codes and bits <= 8 and cast.rounding != "stochastic" and not cast.hadamard:
-            return "codes"
-        shared = cast == self.output.a and orientation_free(cast) and cast.rounding != "stochastic"
-        return "operand" if shared and self.units[0].kind == self.units[2].kind else "input"
-
-    @functools.cached_property
-    def one_weight(self) -> bool:
-        """Whether both products of the weight share one cast of it."""
-        a, b = self.output.b, self.grad_input.b
-        same_dtype = self.units[0].dtype == self.units[1].dtype and self.units[0].kind == self.units[1].kind
-        return a == b and orientation_free(a) and same_dtype and (a is None or a.rounding != "stochastic")
-
-    @functools.cached_property
-    def one_gradient(self) -> bool:
-        """Whether both products of grad_output share one cast of it."""
-        a, b = self.grad_input.a, self.grad_weight.a
-        same = self.units[1].dtype == self.units[2].dtype and self.units[1].kind == self.units[2].kind
-        return a == b and orientation_free(a) and same and (a is None or a.rounding != "stochastic")
-
-
-@functools.cache
-def _spec(recipe: Recipe, device: str) -> Spec:
-    codes = recipe.saved == "codes"
-    gemms = (recipe.output, recipe.grad_input, recipe.grad_weight)
-    return Spec(*gemms, recipe.compute, device, recipe.accumulate, codes, recipe.delayed)
 
 
 class Memory(NamedTuple):
@@ -135,7 +68,7 @@ def _cast(
     delayed = memory.history is not None and cast is not None and cast.scale == "tensor"
     if delayed:
         assert memory.history is not None
-        scale = memory.history.scale[index]
+        scale = memory.history.scale[index].clone()
     wanted = delayed or memory.observer is not None
     operand, counters = prepare(
         x, cast, axis, unit, spec.compute, scale=scale, rng=memory.rng(cast, role), counters=wanted and cast is not None
@@ -160,6 +93,8 @@ def forward(
     """The output, what is to be kept of the input (values, scale, tensor scale), and the weight's operand."""
     gemm, unit = spec.output, spec.units[0]
     if advance:
+        if memory.step is not None:
+            memory.step.add_(1)
         _advance(memory, spec, scaling.INPUT, gemm.a)
         _advance(memory, spec, scaling.WEIGHT, gemm.b)
     kept: list[Tensor | None] = [None, None, None]
@@ -170,7 +105,7 @@ def forward(
         cast = spec.grad_weight.b
         assert cast is not None
         delayed = memory.history is not None and cast.scale == "tensor"
-        scale = memory.history.scale[scaling.INPUT] if delayed and memory.history is not None else None
+        scale = memory.history.scale[scaling.INPUT].clone() if delayed and memory.history is not None else None
         parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale)
         kept = [parts.codes, parts.scale, parts.tensor_scale]
     operand = _cast(x, gemm.a, -1, unit, spec, memory, 0, scaling.INPUT)
@@ -243,14 +178,9 @@ def backward(
         grad_input = product(for_input, right, unit_i, input_dtype, None, spec.accumulate)
     if for_weight is not None:
         right = _kept_input(kept, spec, memory)
-        if sink is not None:
-            sink.add_product(for_weight.values, right.values, _one_scale(for_weight, right))
-        else:
-            grad_weight = product(for_weight, right, unit_w, weight.dtype, None, spec.accumulate)
+        grad_weight = _grad_weight(for_weight, right, unit_w, weight, spec, sink)
     if need_bias:
         grad_bias = _column_sum(grad)
-    if memory.step is not None:
-        memory.step.add_(1)
     return grad_input, grad_weight, grad_bias
 
 
@@ -273,10 +203,18 @@ def _kept_input(kept: tuple[Tensor | None, ...], spec: Spec, memory: Memory) -> 
     return Operand(made.values, -2, None if made.scale is None else made.scale.reshape(-1))
 
 
-def _one_scale(a: Operand, b: Operand) -> Tensor | None:
-    """The scale of a whole product, for a gradient store that takes one."""
-    scales = [s for s in (a.scale, b.scale) if s is not None]
-    return functools.reduce(torch.mul, scales) if scales else None
+def _grad_weight(a: Operand, b: Operand, unit: Engine, weight: Tensor, spec: Spec, sink: Any) -> Tensor | None:
+    """The weight's gradient, or None where a gradient store took it in."""
+    if sink is None:
+        return product(a, b, unit, weight.dtype, None, spec.accumulate)
+    by_row = b.scale is None or b.scale.numel() == 1
+    if unit.kind == "int8" or spec.accumulate != "fp32" or not by_row:
+        dtype = torch.bfloat16 if unit.kind == "bf16" else torch.float32
+        sink.add(product(a, b, unit, dtype, None, spec.accumulate))
+    else:
+        scales = [s for s in (a.scale, b.scale) if s is not None]
+        sink.add_product(a.values, b.values, functools.reduce(torch.mul, scales) if scales else None)
+    return None
 
 
 def _column_sum(grad: Tensor) -> Tensor:
@@ -338,6 +276,27 @@ def plan_linear(site: Site, handler: type[nn.Module]) -> Row | str:
     return site.row(handler, carrier=carrier)
 
 
+def _compiled(module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward pass as torch.compile traces it: everything it decides is a constant of the graph."""
+    from lowprec.linear_ops import CompiledLinear
+
+    state = module._lowprec
+    assert isinstance(state, ModuleState)
+    text, keeps_input, one_weight = state.extra["compiled"]
+    buffers = module._buffers
+    tensors = (*(buffers.get(name) for name in scaling.BUFFERS), state.extra["step"])
+    grad = torch.is_grad_enabled()
+    needs = (
+        grad and input.requires_grad,
+        grad and module.weight.requires_grad,
+        grad and module.bias is not None and module.bias.requires_grad,
+    )
+    flat = input.reshape(-1, input.shape[-1])
+    arguments = (state.extra["seed"], text, module.training, needs, keeps_input, one_weight and needs[0])
+    output = CompiledLinear.apply(flat, module.weight, module.bias, tensors, *arguments)  # type: ignore[no-untyped-call]
+    return output.view(*input.shape[:-1], module.weight.shape[0])  # type: ignore[no-any-return]
+
+
 @handles(nn.Linear)
 class LowPrecLinear(nn.Linear):
     """`nn.Linear` with the casts of its recipe."""
@@ -357,6 +316,8 @@ class LowPrecLinear(nn.Linear):
             scaling.create(self, state.recipe.delayed, self.weight.device)
         state.extra["seed"] = zlib.crc32(state.name.encode())
         state.extra["step"] = torch.zeros((), dtype=torch.int64)
+        spec = Spec.of(state.recipe, self.weight.device.type)
+        state.extra["compiled"] = (spec.text, spec.keep == "input", spec.one_weight and spec.output.b is not None)
 
     def lowprec_teardown(self) -> None:
         """Take the buffers away again."""
@@ -366,6 +327,8 @@ class LowPrecLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         state = self._lowprec
+        if torch.compiler.is_compiling():
+            return _compiled(self, input)
         spec = Spec.of(state.recipe, input.device.type)
         memory = Memory(scaling.of_module(self), state.extra["seed"], state.extra["step"], state.observer, state.cache)
         return apply_linear(input, self.weight, self.bias, spec, memory, advance=self.training)

@@ -112,7 +112,8 @@ def _folds(cast: Cast | None) -> bool:
 
 
 def _plain_int8(cast: Cast) -> bool:
-    return cast.format == "int8" and cast.scale in ("tensor", "row") and not cast.hadamard
+    plain = cast.scale_format == "fp32" and not cast.hadamard and cast.symmetric
+    return cast.format == "int8" and cast.scale in ("tensor", "row") and plain
 
 
 def _fits_bf16(cast: Cast | None) -> bool:

@@ -17,7 +17,7 @@ from lowprec.kernels import scale as scale_kernels
 from lowprec.linear import Memory, Spec, apply_linear
 from lowprec.recipe import Cast, Gemm, Recipe
 
-RECIPES = [name for name in lp.recipes() if name != "int1-weight"]
+RECIPES = lp.recipes()
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
