@@ -25,7 +25,7 @@ from lowprec import notation
 from lowprec.errors import unknown_name
 from lowprec.recipe import Cast, Delayed, Gemm, LossScale, Recipe
 
-__all__ = ["recipe", "recipes", "register_recipe", "unregister_recipe"]
+__all__ = ["chosen", "recipe", "recipes", "register_recipe", "unregister_recipe"]
 
 _DYNAMIC = LossScale("dynamic")  # torch's GradScaler: 2^16, doubled after 2000 good steps, halved at a bad one
 _APEX = LossScale("dynamic", cap=2.0**24)
@@ -324,6 +324,13 @@ def recipe(spec: str | Recipe) -> Recipe:
         raise unknown_name("recipe", words[0], _RECIPES)
     base = _RECIPES[words[0]]
     return base if len(words) == 1 else base.replace(**notation.read_fields(Recipe, words[1:]))
+
+
+def chosen() -> Recipe | None:
+    """The recipe of a script that names none: of ``LOWPREC_RECIPE``, else of ``lowprec.toml``, else None."""
+    from lowprec.settings import chosen_recipe
+
+    return chosen_recipe()
 
 
 def register_recipe(new: Recipe) -> Recipe:

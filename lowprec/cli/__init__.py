@@ -19,6 +19,7 @@ __all__ = ["main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("lowprec.cli.compare", "Train one model under many recipes: speed, memory, loss."),
     "run": ("lowprec.cli.run", "Run a script under a recipe."),
+    "recipes": ("lowprec.cli.recipes", "List recipes, or show one in full."),
     "report": ("lowprec.cli.report", "Make the report page of a run."),
     "train": ("lowprec.cli.train", "Train a model under one recipe, with checkpoints and resume."),
     "completion": ("lowprec.cli.completion", "Print the completion script of a shell."),
