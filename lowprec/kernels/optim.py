@@ -12,7 +12,7 @@ follow it to the last bit, for any number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from lowprec.kernels.stores import Batch, Program, Rounding, Slot, blocks, matri
 __all__ = ["decode", "empty", "encode", "matrix", "read_weight", "store_rows", "store_stats", "update", "write_weight"]
 
 
-def _backend(tensor: torch.Tensor) -> ModuleType:
+def _backend(tensor: torch.Tensor) -> Any:
     return native if backend(tensor) == "native" else reference
 
 
@@ -65,7 +65,8 @@ def encode(
 
 def decode(codes: torch.Tensor, scale: torch.Tensor | None, name: str, shape: Sequence[int]) -> torch.Tensor:
     """The fp32 values of codes under a store."""
-    return _backend(codes).decode(codes, scale, store(name), shape)
+    values: torch.Tensor = _backend(codes).decode(codes, scale, store(name), shape)
+    return values
 
 
 def read_weight(slot: Slot, program: Program) -> torch.Tensor:
@@ -123,4 +124,5 @@ def store_stats(
     codes: torch.Tensor, scale: torch.Tensor | None, name: str, shape: Sequence[int]
 ) -> tuple[int, int, float]:
     """Number of Inf, number of NaN and the sum of squares (of the finite) of a stored tensor."""
-    return _backend(codes).store_stats(codes, scale, store(name), shape)
+    found: tuple[int, int, float] = _backend(codes).store_stats(codes, scale, store(name), shape)
+    return found

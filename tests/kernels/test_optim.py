@@ -1,4 +1,4 @@
-"""The native optimizer kernels against the reference, bit for bit: every store, rounding and rule, on every CPU path."""
+"""The native optimizer kernels against the reference, bit for bit, on every CPU path."""
 
 from __future__ import annotations
 

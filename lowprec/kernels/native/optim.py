@@ -1,7 +1,7 @@
 """Optimizer kernels on the compiled core: a table of addresses, one call for a whole batch.
 
-A row of the table is an ``OptimSlot`` of native/optim.h. Rows are made once for a batch and kept with it; a step rewrites
-the column of gradients alone.
+A row of the table is an ``OptimSlot`` of native/optim.h. Rows are made once for a batch and kept with it; a step
+rewrites the column of gradients alone.
 """
 
 from __future__ import annotations
