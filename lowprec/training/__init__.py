@@ -10,10 +10,24 @@
 
 from __future__ import annotations
 
+from lowprec.training.files import export, load, save
 from lowprec.training.guard import Guard, TrainingStoppedError
 from lowprec.training.prepare import prepare
 from lowprec.training.report import StepReport
 from lowprec.training.schedule import follow
+from lowprec.training.state import load_state_dict, state_dict
 from lowprec.training.step import PreparedOptimizer
 
-__all__ = ["Guard", "PreparedOptimizer", "StepReport", "TrainingStoppedError", "follow", "prepare"]
+__all__ = [
+    "Guard",
+    "PreparedOptimizer",
+    "StepReport",
+    "TrainingStoppedError",
+    "export",
+    "follow",
+    "load",
+    "load_state_dict",
+    "prepare",
+    "save",
+    "state_dict",
+]

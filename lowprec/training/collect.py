@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lowprec.gradients import Sink, sink
 from lowprec.kernels.cast import tensor_stats
 
 __all__ = ["Gradients", "Source", "measure"]
@@ -34,6 +35,7 @@ class Source(NamedTuple):
         values: the dense local tensor that statistics read.
         sharded: whether `values` is one rank's part of the gradient.
         embedding: whether the parameter belongs to an embedding.
+        store: the gradient's store, which then holds it instead of `grad` and `values`.
     """
 
     param: torch.Tensor
@@ -42,6 +44,7 @@ class Source(NamedTuple):
     values: torch.Tensor
     sharded: bool
     embedding: bool
+    store: Sink | None = None
 
 
 class Gradients:
@@ -165,6 +168,12 @@ class Gradients:
         sources = []
         for param in self.params():
             grad = param.grad
+            store = sink(param)
+            if store is not None and store.filled:
+                assert store.codes is not None
+                embedding = id(param) in self._embeddings
+                sources.append(Source(param, self.name(param), store.codes, store.codes, False, embedding, store))
+                continue
             total = self.sums.get(param)
             if total is not None:
                 if grad is not None:
@@ -210,12 +219,16 @@ def measure(sources: list[Source]) -> Health:
     """One pass over every gradient: Inf apart from NaN by name, and sums of squares."""
     if not sources:
         return Health((), (), [0.0, 0.0], [0.0, 0.0])
-    stats = tensor_stats([s.values for s in sources])
+    plain = [s for s in sources if s.store is None]
+    rows = [(s, *s.store.stats()) for s in sources if s.store is not None]
+    if plain:
+        stats = tensor_stats([s.values for s in plain])
+        rows += zip(plain, stats.inf.tolist(), stats.nan.tolist(), stats.sum_squares.tolist())
     squares, shares = [0.0, 0.0], [0.0, 0.0]
-    for source, square in zip(sources, stats.sum_squares.tolist()):
+    for source, _, _, square in rows:
         (shares if source.sharded else squares)[source.embedding] += square
-    inf = tuple(s.name for s, count in zip(sources, stats.inf.tolist()) if count)
-    nan = tuple(s.name for s, count in zip(sources, stats.nan.tolist()) if count)
+    inf = tuple(s.name for s, count, _, _ in rows if count)
+    nan = tuple(s.name for s, _, count, _ in rows if count)
     return Health(inf, nan, squares, shares)
 
 

@@ -25,6 +25,7 @@ from lowprec import loss_scale as scaling
 from lowprec.apply import Plan, applied, apply
 from lowprec.recipe import LossScale, Recipe
 from lowprec.recipes import recipe as lookup
+from lowprec.settings import settings
 from lowprec.training.guard import Guard
 from lowprec.training.ranks import Ranks
 from lowprec.training.report import StepOptions
@@ -62,7 +63,8 @@ def prepare(
         model: a module, or several (list, tuple or dict); changed in place.
         optimizer: its optimizer, or several (one for all models, or each its own).
         recipe: a recipe, its name, or a Plan for a single model. None: that of ``LOWPREC_RECIPE``, else of the file
-            ``lowprec.toml``, else that already applied to the model.
+            ``lowprec.toml`` (whose other keys then hold where no argument is given), else that already applied to the
+            model.
         skip, rules, strict: as in `lowprec.plan`.
         clip_grad_norm: largest norm of all gradients together, unscaled.
         clip_embedding_norm: embeddings are clipped apart, to this norm.
@@ -81,6 +83,12 @@ def prepare(
         ValueError: if no recipe can be found, or the recipe cannot run on what was given; the sentence says which.
     """
     models, optimizers = _listed(model, nn.Module, "a model"), _listed(optimizer, torch.optim.Optimizer, "an optimizer")
+    if recipe is None:
+        chosen_outside = settings()
+        recipe, skip, strict = chosen_outside.recipe, skip or chosen_outside.skip, strict or chosen_outside.strict
+        rules, seed = rules or chosen_outside.module_rules(), seed or chosen_outside.seed
+        guard = chosen_outside.guard if guard is None else guard
+        clip_grad_norm = chosen_outside.clip_grad_norm if clip_grad_norm is None else clip_grad_norm
     options = StepOptions(clip_grad_norm, clip_embedding_norm, embedding_grad_scale, repair, collapse)  # type: ignore[arg-type]
     watch = Guard(guard) if isinstance(guard, str) else guard  # type: ignore[arg-type]
     _check(models, optimizers)
@@ -153,12 +161,6 @@ def _choose(models: list[nn.Module], recipe: Recipe | Plan | str | None) -> Reci
         return recipe.recipe
     if recipe is not None:
         return recipe if isinstance(recipe, Recipe) else lookup(recipe)
-    from lowprec import recipes
-
-    found = getattr(recipes, "chosen", lambda: None)()
-    if found is not None:
-        assert isinstance(found, Recipe)
-        return found
     for model in models:
         plan = applied(_inside(model))
         if plan is not None:

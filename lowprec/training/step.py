@@ -33,6 +33,7 @@ from torch import nn
 
 from lowprec import loss_scale as scaling
 from lowprec.errors import LowprecWarning, unknown_name
+from lowprec.gradients import sinks
 from lowprec.recipe import Recipe
 from lowprec.training import repair
 from lowprec.training.collect import Gradients, Source, measure
@@ -230,6 +231,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         elif not window.apart:
             window.found[DEFAULT_LOSS] = self._found(self.gradients.collect())
         state = self.scales.setdefault(name, self._fresh_scale())
+        if any(True for _ in sinks(self.gradients.params())):
+            raise ValueError("losses with a scale each need gradients that are not stored in 8 bits: use one scale.")
         before = self.gradients.take_all()
         self._differentiate(loss, state.scale, kwargs)
         window.found[name] = window.found.get(name, False) or self._found(self.gradients.fresh())
@@ -271,7 +274,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return
         self._refuse_changes()
         inverse = 1.0 / self.window.scale
-        for source in self.gradients.collect():
+        sources = self.gradients.collect()
+        if any(s.store is not None for s in sources):
+            raise ValueError(
+                "gradients that are stored in 8 bits keep the loss scale: use prepare(clip_grad_norm=...)."
+            )
+        for source in sources:
             source.values.mul_(inverse)
         self.window.scale = 1.0
         self.gradients.remember()
@@ -426,7 +434,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _update(self, sources: list[Source], factors: list[float]) -> None:
         """Let the inner optimizer step, each gradient times its factor."""
         assert self.inner is not None
-        wide = [s for s in sources if s.grad is not s.param.grad]
+        wide = [s for s in sources if s.store is None and s.grad is not s.param.grad]
         if not self._takes_factor:
             for source, factor in zip(sources, factors):
                 if factor != 1.0:

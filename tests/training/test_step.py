@@ -500,6 +500,23 @@ def test_errors_of_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
         scaler.step(optimizer)
 
 
+def test_the_recipe_comes_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lowprec.toml").write_text(
+        'recipe = "fp16"\nskip = ["2"]\nclip_grad_norm = 0.5\nguard = "stop"\nseed = 3\n[rules]\n"0" = "high"\n'
+    )
+    model = _net()
+    _, optimizer = lp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.recipe.name == "fp16" and optimizer.options.clip_grad_norm == 0.5
+    assert optimizer.guard.guard.action == "stop" and optimizer.inner.seed == 3
+    assert not any(row.handler for row in lp.plan(_net(), "fp16", skip=["2"], rules={"0": None}).rows)
+    assert not hasattr(model[0], "_lowprec") and not hasattr(model[2], "_lowprec")
+    monkeypatch.setenv("LOWPREC_RECIPE", "bf16")
+    model = _net()
+    _, optimizer = lp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=2.0)
+    assert optimizer.recipe.name == "bf16" and optimizer.options.clip_grad_norm == 2.0
+
+
 def test_nothing_is_warned_in_a_healthy_run() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,0 +1,8 @@
+"""Lets tests of this folder import the worker that they also run as a process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
