@@ -42,7 +42,7 @@ __all__ = ["Plan", "applied", "apply", "disabled", "plan", "undo"]
 
 _WRAPPERS = ("FullyShardedDataParallel", "FSDPModule")
 # modules whose import registers handlers, in this order
-_HANDLER_MODULES = ["lowprec.linear"]
+_HANDLER_MODULES = ["lowprec.linear", "lowprec.attention", "lowprec.losses", "lowprec.norms"]
 
 
 @dataclass(frozen=True)
