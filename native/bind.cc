@@ -26,5 +26,6 @@ NB_MODULE(_native, m) {
   });
   bind_cast(m);
   bind_epilogue(m);
+  bind_optim(m);
   bind_fused(m);
 }

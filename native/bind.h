@@ -17,6 +17,7 @@ T* at(Address address) {
 
 void bind_cast(nanobind::module_& m);
 void bind_epilogue(nanobind::module_& m);
+void bind_optim(nanobind::module_& m);
 void bind_fused(nanobind::module_& m);
 
 }  // namespace lowprec

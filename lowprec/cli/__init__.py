@@ -18,8 +18,10 @@ __all__ = ["main"]
 # name -> (module, one-line summary)
 COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("lowprec.cli.compare", "Train one model under many recipes: speed, memory, loss."),
+    "plan": ("lowprec.cli.plan", "Say what a step will need: bytes, batch, FLOPs, layers."),
     "run": ("lowprec.cli.run", "Run a script under a recipe."),
     "recipes": ("lowprec.cli.recipes", "List recipes, or show one in full."),
+    "config": ("lowprec.cli.config", "Write lowprec.toml by asking."),
     "report": ("lowprec.cli.report", "Make the report page of a run."),
     "train": ("lowprec.cli.train", "Train a model under one recipe, with checkpoints and resume."),
     "completion": ("lowprec.cli.completion", "Print the completion script of a shell."),

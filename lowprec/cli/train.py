@@ -28,7 +28,7 @@ Examples:
 @click.option("--lr", type=float, help="Learning rate of AdamW.")
 @click.option("--schedule", type=click.Choice(["constant", "linear", "cosine"]), default="cosine", show_default=True)
 @click.option("--warmup", type=click.IntRange(0), help="Steps of linear warm-up.")
-@click.option("--clip", type=float, default=1.0, show_default=True, help="Largest gradient norm, 0 for none.")
+@click.option("--clip", type=float, help="Largest gradient norm, 0 for none [lowprec.toml, else 1].")
 @click.option("--accumulate", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches a step.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the start and the batches.")
 @click.option("--eval-every", type=click.IntRange(1), default=50, show_default=True, help="Steps.")
@@ -95,10 +95,16 @@ def _asked(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from lowprec.jobs.engine import PEERS, Hyper
     from lowprec.jobs.train import Settings
     from lowprec.recipes import recipe as find_recipe
+    from lowprec.settings import settings
 
-    recipe = given["recipe"] or "bf16"
+    file = settings()
+    recipe = given["recipe"] or file.recipe or "bf16"
     if recipe not in PEERS:
         find_recipe(recipe)
+    options = {"skip": file.skip, "strict": file.strict, "guard": file.guard, "seed": file.seed}
+    options = {k: v for k, v in options.items() if v} | (
+        {"rules": {g: None if r == "high" else r for g, r in file.rules.items()}} if file.rules else {}
+    )
     job = {k: given[k] for k in ("model", "data", "size", "batch", "sample")}
     job["size"] = job["size"] or "tiny"
     work = _load(job)
@@ -108,7 +114,8 @@ def _asked(given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         steps=steps,
         warmup=min(10, max(1, steps // 5)) if given["warmup"] is None else given["warmup"],
         schedule=given["schedule"],
-        clip=given["clip"],
+        clip=file.clip_grad_norm or 1.0 if given["clip"] is None else given["clip"],
+        options=options,
         accumulate=given["accumulate"],
     )
     same = {k: given[k] for k in ("seed", "eval_every", "save_every", "observe", "tensorboard", "device")}

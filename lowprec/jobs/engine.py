@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Hyper:
         schedule: "constant", "linear" or "cosine" (both down to a tenth).
         clip: largest gradient norm, 0 for none.
         accumulate: micro-batches a step.
+        options: what else `lowprec.prepare` is given (skip, rules by name, strict, guard, seed).
     """
 
     lr: float = 1e-3
@@ -49,6 +50,7 @@ class Hyper:
     schedule: str = "cosine"
     clip: float = 1.0
     accumulate: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def learning_rate(hyper: Hyper, step: int) -> float:
@@ -209,7 +211,7 @@ class LowPrec(Engine):
             self.model.parameters(), lr=hyper.lr, betas=hyper.betas, weight_decay=hyper.weight_decay
         )
         self.model, self.optimizer = lp.prepare(
-            self.model, optimizer, recipe=self.recipe, clip_grad_norm=hyper.clip or None
+            self.model, optimizer, recipe=self.recipe, clip_grad_norm=hyper.clip or None, **hyper.options
         )
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -12,13 +12,20 @@ follow it to the last bit, for any number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from lowprec.kernels import backend
+from lowprec.kernels.native import optim as native
 from lowprec.kernels.reference import optim as reference
 from lowprec.kernels.stores import Batch, Program, Rounding, Slot, blocks, matrix, store
 
 __all__ = ["decode", "empty", "encode", "matrix", "read_weight", "store_rows", "store_stats", "update", "write_weight"]
+
+
+def _backend(tensor: torch.Tensor) -> Any:
+    return native if backend(tensor) == "native" else reference
 
 
 def empty(name: str, shape: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -52,12 +59,14 @@ def encode(
     Returns:
         Codes and scales (None where the store has none).
     """
-    return reference.encode(values.float(), store(name), rounding, reference.Draw(seed, step, stream, 0))
+    draw = reference.Draw(seed, step, stream, 0)
+    return reference.encode_weight(values.float(), store(name), rounding, draw)
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor | None, name: str, shape: Sequence[int]) -> torch.Tensor:
     """The fp32 values of codes under a store."""
-    return reference.decode(codes, scale, store(name), shape)
+    values: torch.Tensor = _backend(codes).decode(codes, scale, store(name), shape)
+    return values
 
 
 def read_weight(slot: Slot, program: Program) -> torch.Tensor:
@@ -81,7 +90,7 @@ def update(batch: Batch, coefficients: Sequence[float], seed: int, step: int) ->
     """
     if not batch.slots:
         return
-    reference.update(batch, coefficients, seed, step)
+    _backend(batch.slots[0].weight).update(batch, coefficients, seed, step)
 
 
 def store_rows(
@@ -108,11 +117,12 @@ def store_rows(
         add: add to the stored rows, rounding stochastically; else overwrite them, rounding to nearest.
         seed, step, stream: key and counters of the draws.
     """
-    reference.store_rows(chunk, codes, scale, store(name), shape, first, add, (seed, step, stream))
+    _backend(chunk).store_rows(chunk, codes, scale, store(name), shape, first, add, (seed, step, stream))
 
 
 def store_stats(
     codes: torch.Tensor, scale: torch.Tensor | None, name: str, shape: Sequence[int]
 ) -> tuple[int, int, float]:
     """Number of Inf, number of NaN and the sum of squares (of the finite) of a stored tensor."""
-    return reference.store_stats(codes, scale, store(name), shape)
+    found: tuple[int, int, float] = _backend(codes).store_stats(codes, scale, store(name), shape)
+    return found

@@ -12,8 +12,10 @@
 dim 0 slices codes and scales alike. The scale of a block is amax / (largest code value), not rounded to a power of two:
 a slow moving average moves through its scale even where a step is too small to change a code.
 
-`8bit` is the dynamic map: sign, then the position of the leading one picks a decade, the bits below it are linear in
-that decade, value = (0.1 + 0.9 (i + 1/2) / 2^d) 10^(d - top). Evaluated by one multiply and add, it needs no table.
+`8bit` is the dynamic map: the position of a code's leading one picks a decade, the bits below it are linear in that
+decade. A decade here is three binades, [1/8, 1) of the one above it: the exponent field of a number selects it, and
+value = code * slope[decade] + start[decade] needs no table of 256. `4bit` is e2m1 for a first moment, and 1/16 to 16/16
+for the root of a second one, which must not be zero.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Store:
         name: the key in `STORES`.
         code: its number in the native core.
         dtype: torch dtype of the elements or codes.
-        element: format of a code: a name of `lowprec.formats`, or "dynamic8", "dynamic4".
+        element: format of a code: a name of `lowprec.formats`, or "dynamic8", "linear4".
         block: elements under one scale; 0 for none, -1 for a whole row of dim 0.
         root: the square root is stored.
         signed: negative values exist.
@@ -63,7 +65,7 @@ class Store:
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return 4 if self.element == "dynamic4" else 8 * self.dtype.itemsize
+        return 4 if self.element in ("e2m1", "linear4") else 8 * self.dtype.itemsize
 
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -81,8 +83,8 @@ STORES: dict[str, Store] = {
         Store("e5m2-root", 9, torch.uint8, "e5m2", 256, root=True, signed=False, top=57344.0),
         Store("8bit", 10, torch.uint8, "dynamic8", 256, top=1.0),
         Store("8bit-root", 11, torch.uint8, "dynamic8", 256, root=True, signed=False, top=1.0),
-        Store("4bit", 12, torch.uint8, "dynamic4", 128, top=1.0),
-        Store("4bit-root", 13, torch.uint8, "dynamic4", 128, root=True, signed=False, top=1.0),
+        Store("4bit", 12, torch.uint8, "e2m1", 128, top=6.0),
+        Store("4bit-root", 13, torch.uint8, "linear4", 128, root=True, signed=False, top=1.0),
         Store("e4m3-row", 14, _E4M3, "e4m3", -1, pow2=True, top=448.0),
         Store("e5m2-row", 15, _E5M2, "e5m2", -1, pow2=True, top=57344.0),
         Store("remainder16", 16, torch.int16, "int16"),

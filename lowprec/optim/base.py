@@ -209,8 +209,10 @@ class LowPrecOptimizer(Optimizer):
     def _update(self, work: list[_Work]) -> None:
         for batch, coefficients, step, params in work:
             kernels.update(batch, coefficients, self.seed, step)
-            for p in params:
+            for p, slot in zip(params, batch.slots, strict=True):
                 self.state[p]["step"] = step
+                if slot.weight is not p:  # the kernel worked on a contiguous copy
+                    p.copy_(slot.weight)
         self._report(work)
 
     def _report(self, work: list[_Work]) -> None:
@@ -243,7 +245,7 @@ class LowPrecOptimizer(Optimizer):
                 f"a gradient has its parameter's shape and device: {tuple(grad.shape)} on {grad.device} "
                 f"for {tuple(p.shape)} on {p.device}"
             )
-        return grad, None, _GRADS[grad.dtype]
+        return grad.contiguous(), None, _GRADS[grad.dtype]
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -254,7 +256,12 @@ class LowPrecOptimizer(Optimizer):
             return state
         state.update(self._empty_state(p, group, p.device))
         if "master" in state:
-            self._write_master(p, self._program(p, group), read_weight(p))
+            kept = getattr(p, "_lowprec_master", None)
+            if kept is None or kept[0].dtype != state["master"].dtype or kept[0].shape != state["master"].shape:
+                self._write_master(p, self._program(p, group), read_weight(p))
+            else:  # what the weight was rounded from
+                self._put(state, "master", *kept)
+                del p._lowprec_master  # type: ignore[attr-defined]
         return state
 
     def _empty_state(self, p: torch.Tensor, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -277,7 +284,7 @@ class LowPrecOptimizer(Optimizer):
     def _slot(self, p: torch.Tensor, group: Mapping[str, Any]) -> Slot:
         state, names = self.state[p], self._states(group)
         return Slot(
-            p,
+            p if p.is_contiguous() else p.contiguous(),
             getattr(p, "_lowprec_scale", None),
             master=state.get("master"),
             master_scale=state.get("master_scale"),

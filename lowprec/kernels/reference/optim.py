@@ -89,10 +89,48 @@ def words(n: int, draw: Draw, device: torch.device) -> torch.Tensor:
     return philox(torch.arange(first, last + 1, dtype=torch.int64, device=device), draw).reshape(-1)[index - 4 * first]
 
 
+_GROUP = 256
+_STATE_KEY = 0x6C6F777072656373
+
+
+def dither(n: int, draw: Draw, state: int, device: torch.device) -> torch.Tensor:
+    """32 random bits for each element of a state: those of its place in a fixed group of 256, shifted by a word
+    that is drawn for the group. Each is uniform; neighbours differ by what they always differ by."""
+    index = torch.arange(draw.offset, draw.offset + n, dtype=torch.int64, device=device)
+    base = philox(torch.arange(_GROUP // 4, dtype=torch.int64, device=device), Draw(0, 0, 0, 0)).reshape(-1)
+    first, last = draw.offset // _GROUP, (draw.offset + max(n, 1) - 1) // _GROUP
+    groups = torch.arange(first, last + 1, dtype=torch.int64, device=device)
+    shift = philox(groups, Draw(draw.seed ^ _STATE_KEY, draw.step, draw.stream, 0))[:, state]
+    return (base[index % _GROUP] + shift[index // _GROUP - first]) & 0xFFFFFFFF
+
+
+def encode_state(
+    x: torch.Tensor, s: Store, rounding: Rounding, draw: Draw, state: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`encode`, with the dither as random numbers: 16 bits of it for floats of 8 bits or fewer and bf16."""
+    if rounding == "nearest" or s.element == "fp32":
+        return encode(x, s)
+    random = dither(x.numel(), draw, state, x.device).reshape(x.shape)
+    if s.name in MAPS or s.name in ("4bit-root", "fp16", "fp16-block") or s.block < 0:
+        return encode(x, s, random, 32)
+    return encode(x, s, random >> 16, 16)
+
+
+def encode_weight(
+    x: torch.Tensor, s: Store, rounding: Rounding, draw: Draw
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`encode`, with a draw for every element: 16 bits where they decide exactly (bf16), else 32."""
+    if rounding == "nearest" or s.element == "fp32":
+        return encode(x, s)
+    bits = 16 if s.element == "bf16" else 32
+    random = (halves if bits == 16 else words)(x.numel(), draw, x.device).reshape(x.shape)
+    return encode(x, s, random, bits)
+
+
 # -- rounding fp32 to a float format ---------------------------------------------------------------------------------
 
 # element -> mantissa bits, exponent of the smallest normal
-_GRID = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3, -6), "e5m2": (2, -14)}
+_GRID = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3, -6), "e5m2": (2, -14), "e2m1": (1, 0)}
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -108,69 +146,82 @@ def _stochastic(y: torch.Tensor, element: str, random: torch.Tensor, bits: int) 
     return torch.where(torch.isfinite(y), torch.copysign(rounded, y), y)
 
 
-def _round(y: torch.Tensor, element: str, rounding: Rounding, random: torch.Tensor, bits: int) -> torch.Tensor:
+def _round(y: torch.Tensor, element: str, random: torch.Tensor | None, bits: int) -> torch.Tensor:
     """Codes (as a torch dtype) of y, which the caller has clamped where the format must not overflow."""
-    if rounding == "stochastic":
+    if random is not None:
         y = _stochastic(y, element, random, bits)
     return y.to(_TORCH[element])
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """The correctly rounded square root (a device's own fp32 root may be an ulp off; through fp64 none is)."""
+    return x.double().sqrt().float()
 
 
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
 class Dynamic(NamedTuple):
-    """A dynamic map: code c >= 1 lies in decade d = floor(log2 c), value = c * slope[d] + start[d]."""
+    """A dynamic map: code c >= 1 lies in decade d = floor(log2 c), value = c * slope[d] + start[d].
+
+    ``into`` and ``shift`` are the inverse, c = floor(y * into[d] + shift[d]). A decade is three binades wide.
+    """
 
     slope: torch.Tensor
     start: torch.Tensor
     into: torch.Tensor
     shift: torch.Tensor
-    edges: torch.Tensor
+
+    @property
+    def decades(self) -> int:
+        """How many decades."""
+        return len(self.slope)
 
 
 def dynamic(decades: int) -> Dynamic:
-    """The map with that many decades, its inverse (c = floor(y * into[d] + shift[d])) and where decades begin."""
-    slope, start, into, shift, edges = [], [], [], [], []
-    for d in range(decades):
-        ten, n = 10.0 ** (d - decades + 1), 2.0**d
-        slope.append(0.9 / n * ten)
-        start.append((0.45 / n - 0.8) * ten)
-        into.append(n / (0.9 * ten))
-        shift.append(n * 8.0 / 9.0)
-        if d:
-            edges.append(0.5 * ((1 - 0.9 / n) * ten / 10 + (0.1 + 0.45 / n) * ten))
-    return Dynamic(*(torch.tensor(x, dtype=torch.float64).float() for x in (slope, start, into, shift, edges)))
+    """The map with that many decades, the highest one [1/8, 1)."""
+    unit = torch.tensor([8.0 ** (d - decades + 1) for d in range(decades)], dtype=torch.float64)
+    n = torch.tensor([2.0**d for d in range(decades)], dtype=torch.float64)
+    step = 0.875 * unit / n
+    return Dynamic(*(x.float() for x in (step, 0.5 * step - 0.75 * unit, 1.0 / step, n * 6.0 / 7.0)))
 
 
-_DECADES = {"8bit": 7, "8bit-root": 8, "4bit": 3}
-MAPS = {name: dynamic(decades) for name, decades in _DECADES.items()}
+MAPS = {"8bit": dynamic(7), "8bit-root": dynamic(8)}
 
 
 def top(s: Store) -> float:
     """The largest value of a code: amax is scaled to it."""
     if s.name in MAPS:
         m = MAPS[s.name]
-        d = _DECADES[s.name] - 1
-        return float(m.slope[d] * float(2 ** (d + 1) - 1) + m.start[d])
+        return float((2.0**m.decades - 1) * m.slope[-1] + m.start[-1])
     return s.top
 
 
-def _magnitude_of(c: torch.Tensor, name: str) -> torch.Tensor:
+def _dynamic_value(c: torch.Tensor, name: str) -> torch.Tensor:
     m = MAPS[name]
     d = torch.clamp(torch.frexp(c)[1] - 1, min=0).long()
     return torch.where(c > 0, c * m.slope.to(c.device)[d] + m.start.to(c.device)[d], torch.zeros_like(c))
 
 
-def _dynamic_code(y: torch.Tensor, name: str, rounding: Rounding, random: torch.Tensor) -> torch.Tensor:
-    """Magnitude codes (as fp32 integers) of y >= 0."""
+def _dynamic_code(y: torch.Tensor, name: str, random: torch.Tensor | None) -> torch.Tensor:
+    """Magnitude codes of y >= 0; zero stays zero."""
     m = MAPS[name]
-    d = torch.bucketize(y, m.edges.to(y.device), right=True)
+    exponent = torch.where(y > 0, torch.frexp(y)[1], -1000)  # y in [2^(exponent - 1), 2^exponent)
+    d = torch.clamp(m.decades - 1 - torch.div(-exponent, 3, rounding_mode="floor"), 0, m.decades - 1)
     position = y * m.into.to(y.device)[d] + m.shift.to(y.device)[d]
-    if rounding == "stochastic":
-        position = position + (random.float() * 2.0**-16 - 0.5)
-    n = torch.ldexp(torch.ones_like(y), d)
-    c = torch.minimum(torch.floor(position), 2 * n - 1)
-    return torch.maximum(c, torch.where(d > 0, n, torch.zeros_like(n)))
+    if random is not None:
+        position = position + centred(random)
+    c = torch.clamp(torch.floor(position), max=2.0**m.decades - 1)
+    return torch.where(y > 0, c, torch.zeros_like(c))
+
+
+def centred(random: torch.Tensor) -> torch.Tensor:
+    """The upper 23 of 32 random bits as a number in [-1/2, 1/2)."""
+    return (random >> 9).float() * 2.0**-23 - 0.5
+
+
+# magnitudes of the 4-bit code of a first moment: e2m1
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def _scale(amax: torch.Tensor, s: Store) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,51 +252,59 @@ def _blocked(x: torch.Tensor, s: Store) -> torch.Tensor:
     return torch.nn.functional.pad(x.reshape(rows, cols), (0, n * size - cols)).reshape(rows, n, size)
 
 
-def encode(x: torch.Tensor, s: Store, rounding: Rounding, draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes and scales of fp32 values. Draws: 16 bits for states and bf16, 32 for other weights."""
+def encode(
+    x: torch.Tensor, s: Store, random: torch.Tensor | None = None, bits: int = 16
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales of fp32 values.
+
+    Args:
+        x: values.
+        s: how to store them.
+        random: random numbers of `bits` bits to round stochastically with; None rounds to nearest.
+        bits: 16 or 32.
+    """
     x = x.contiguous()
-    n, random, bits = x.numel(), torch.zeros((), device=x.device), 16
-    if rounding == "stochastic":
-        wide = (s.element == "fp16" and not s.block) or s.block < 0 or s.name == "fp16-block"
-        random = (words if wide else halves)(n, draw, x.device).reshape(x.shape)
-        bits = 32 if wide else 16
-        if not s.signed:  # the second state rotates the same bits: uniform as well, and nothing more to draw
-            random = ((random << 8) | (random >> 8)) & 0xFFFF
     if not s.block:
-        return (x.clone() if s.element == "fp32" else _round(x, s.element, rounding, random, bits)), None
+        return (x.clone() if s.element == "fp32" else _round(x, s.element, random, bits)), None
     if s.root:
-        x = x.sqrt()
+        x = root(x)
     rows, cols = matrix(x.shape)
-    y = _blocked(x, s)
-    amax = y.abs().amax(-1)
+    amax = _blocked(x, s).abs().amax(-1)
     scale, inverse = _scale(amax, s)
-    y = (y * inverse[..., None]).reshape(rows, -1)[:, :cols].reshape(x.shape)
-    good = torch.isfinite(x)
-    y = torch.where(good, y, torch.zeros_like(y))
-    codes = _codes(y, s, rounding, random, bits)
-    if not s.signed and s.name != "4bit-root":
-        one = torch.ones_like(codes.view(torch.uint8) if codes.itemsize == 1 else codes.view(torch.int16))
-        raw = codes.view(one.dtype)
-        codes = torch.where((raw == 0) & (x > 0) & good, one, raw).view(codes.dtype)
+    y = _blocked(x, s) * inverse[..., None]
+    y = y.reshape(rows, -1)[:, :cols].reshape(x.shape)
+    y = torch.where(torch.isfinite(y), y, torch.zeros_like(y))
+    codes = _codes(y, s, random, bits)
     return (_pack(codes) if s.bits == 4 else codes), scale
 
 
-def _codes(y: torch.Tensor, s: Store, rounding: Rounding, random: torch.Tensor, bits: int) -> torch.Tensor:
+def _codes(y: torch.Tensor, s: Store, random: torch.Tensor | None, bits: int) -> torch.Tensor:
     if s.element in ("fp16", "e4m3", "e5m2"):
-        y = torch.clamp(y, -s.top, s.top)
-        return _round(y, s.element, rounding, random, bits).view(s.dtype)
+        codes = _round(torch.clamp(y, -s.top, s.top), s.element, random, bits).view(s.dtype)
+        if s.signed:
+            return codes
+        raw = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+        return torch.where((raw == 0) & (y > 0), torch.ones_like(raw), raw).view(s.dtype)
     if s.name == "4bit-root":
-        return _linear_code(y, rounding, random)
-    c = _dynamic_code(y.abs(), s.name, rounding, random).to(torch.uint8)
-    return c | (torch.signbit(y) & (c > 0)).to(torch.uint8) << (s.bits - 1) if s.signed else c
+        position = y * 16.0 - 0.5
+        position = position if random is None else position + centred(random)
+        return torch.clamp(torch.floor(position), 0, 15).to(torch.uint8)
+    sign = torch.signbit(y).to(torch.uint8) << (s.bits - 1)
+    if s.name == "4bit":
+        magnitude = torch.clamp(y.abs(), max=s.top)
+        magnitude = _stochastic(magnitude, "e2m1", random, bits) if random is not None else _e2m1(magnitude)
+        magnitude = torch.clamp(magnitude, max=s.top)
+        return torch.bucketize(magnitude, _E2M1.to(y.device)).to(torch.uint8) | sign
+    c = _dynamic_code(y.abs(), s.name, random).to(torch.uint8)
+    if s.signed:
+        return c | sign
+    return torch.where((c == 0) & (y > 0), torch.ones_like(c), c)
 
 
-def _linear_code(y: torch.Tensor, rounding: Rounding, random: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15 for the values 1/16 to 16/16."""
-    position = y * 16.0 - 0.5
-    if rounding == "stochastic":
-        position = position + (random.float() * 2.0**-16 - 0.5)
-    return torch.clamp(torch.floor(position), 0, 15).to(torch.uint8)
+def _e2m1(y: torch.Tensor) -> torch.Tensor:
+    """Magnitudes rounded to e2m1, nearest with ties to even."""
+    quantum = torch.ldexp(torch.ones_like(y), torch.clamp(torch.frexp(y)[1] - 1, min=0) - 1)
+    return torch.round(y / quantum) * quantum
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
@@ -268,9 +327,11 @@ def decode(codes: torch.Tensor, scale: torch.Tensor | None, s: Store, shape: Seq
         codes = _unpack(codes, shape)
     if s.name == "4bit-root":
         x = (codes.float() + 1.0) * 0.0625
+    elif s.name == "4bit":
+        x = torch.where(codes > 7, -1.0, 1.0) * _E2M1.to(codes.device)[(codes & 7).long()]
     elif s.name in MAPS:
         sign = 1 << (s.bits - 1)
-        x = _magnitude_of((codes & (sign - 1) if s.signed else codes).float(), s.name)
+        x = _dynamic_value((codes & (sign - 1) if s.signed else codes).float(), s.name)
         x = torch.where((codes & sign) > 0, -x, x) if s.signed else x
     else:
         x = codes.view(_TORCH[s.element]).float()
@@ -296,7 +357,7 @@ def store_rows(
     part_scale = None if scale is None else scale[first : first + chunk.shape[0]]
     x = chunk + decode(part, part_scale, s, chunk.shape) if add else chunk
     draw = Draw(key[0], key[1], key[2], first * cols)
-    new, new_scale = encode(x, s, "stochastic" if add else "nearest", draw)
+    new, new_scale = encode_state(x, s, "stochastic" if add else "nearest", draw, 0)
     _write(new, new_scale, part, part_scale)
 
 
@@ -352,15 +413,15 @@ def write_weight(w: torch.Tensor, slot: Slot, program: Program, draw: Draw) -> N
     if program.master is not None:
         assert slot.master is not None
         m = STORES[program.master]
-        codes, scale = encode(w, m, rounding, draw)
+        codes, scale = encode_weight(w, m, rounding, draw)
         _write(codes, scale, slot.master, slot.master_scale)
         w, rounding = decode(codes, scale, m, shape), "nearest"
-    codes, scale = encode(w, s, rounding, draw)
+    codes, scale = encode_weight(w, s, rounding, draw)
     _write(codes, scale, slot.weight, slot.weight_scale)
     if program.residue is not None:
         assert slot.residue is not None
         rest = w - decode(codes, scale, s, shape)
-        codes, scale = encode(rest, STORES[program.residue], "nearest", draw)
+        codes, scale = encode(rest, STORES[program.residue])
         _write(codes, scale, slot.residue, slot.residue_scale)
 
 
@@ -381,7 +442,7 @@ def _adam(w: torch.Tensor, g: torch.Tensor, x: list[torch.Tensor], c: Sequence[f
     x[1] = x[1] * b2 + (g * b2c) * g
     if len(x) == 3:
         x[2] = torch.maximum(x[2], x[1])
-    return w - (x[0] / (x[-1].sqrt() * correction + eps)) * rate
+    return w - (x[0] / (root(x[-1]) * correction + eps)) * rate
 
 
 def _lion(w: torch.Tensor, g: torch.Tensor, x: list[torch.Tensor], c: Sequence[float], p: Program) -> torch.Tensor:
@@ -420,7 +481,7 @@ def update(batch: Batch, coefficients: Sequence[float], seed: int, step: int) ->
         if slot.nonfinite:
             w = torch.where(good, w, old)
             states = [torch.where(good, value, before) for value, before in zip(states, old_states, strict=True)]
-        for value, t, scale, name in zip(states, slot.states, slot.scales, p.states, strict=True):
-            codes, new_scale = encode(value, STORES[name], p.state_rounding, draw)
+        for k, (value, t, scale, name) in enumerate(zip(states, slot.states, slot.scales, p.states, strict=True)):
+            codes, new_scale = encode_state(value, STORES[name], p.state_rounding, draw, k)
             _write(codes, new_scale, t, scale)
         write_weight(w, slot, p, draw)
