@@ -58,8 +58,15 @@ def _magnitude(x: Tensor) -> Tensor:
     return _through_float32(x).abs()
 
 
-def _zero_to_nan(x: Tensor) -> Tensor:
-    return torch.where(x == 0, torch.nan, _through_float32(x))
+def _rounded_field(x: Tensor) -> Tensor:
+    """torch and ml_dtypes round the exponent field: a subnormal float32 above 2^-127 counts as 2^-126."""
+    magnitude = _magnitude(x).to(torch.float32)
+    return torch.where((magnitude > 2.0**-127) & (magnitude < 2.0**-126), 2.0**-126, magnitude)
+
+
+def _positive_field(x: Tensor) -> Tensor:
+    """The same; what is not positive becomes NaN."""
+    return torch.where(_through_float32(x) > 0, _rounded_field(x), torch.nan)
 
 
 def _onnx_scale(x: Tensor) -> Tensor:
@@ -70,7 +77,7 @@ def _onnx_scale(x: Tensor) -> Tensor:
 
 def _torch(fmt: Format) -> _Profile | None:
     if fmt.kind == "scale":
-        return _Profile("nearest-away", prepare=_magnitude)
+        return _Profile("nearest-away", prepare=_rounded_field)
     known = ("fp64", "fp32", "fp16", "bf16", "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
     if fmt.name not in known:
         return None
@@ -80,7 +87,7 @@ def _torch(fmt: Format) -> _Profile | None:
 
 def _ml_dtypes(fmt: Format) -> _Profile | None:
     if fmt.kind == "scale":
-        return _Profile("nearest-away", prepare=_zero_to_nan)
+        return _Profile("nearest-away", prepare=_positive_field)
     if fmt.kind != "float" or fmt.name == "tf32":
         return None
     if not fmt.has_nan:
@@ -192,7 +199,8 @@ def _encode_as(x: Tensor, fmt: Format, p: _Profile) -> Tensor:
     y = x.detach() if p.prepare is None else p.prepare(x.detach())
     codes = kernels.encode(y, fmt, p.rounding, p.overflow, p.nan)
     if p.nan_code is not None:
-        codes = torch.where(x.isnan(), p.nan_code, codes).to(codes.dtype)
+        of_nan = torch.where(x.signbit(), 0, p.nan_code)  # ml_dtypes: the sign of a NaN comes out flipped, on a zero
+        codes = torch.where(x.isnan(), of_nan, codes).to(codes.dtype)
     return codes
 
 

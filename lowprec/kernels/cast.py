@@ -137,7 +137,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     """The values of codes: exact where the dtype can hold them, else rounded once to nearest (overflow to Inf).
 
     Args:
-        codes: unsigned integers of `code_dtype` (bits above the format's width are an error of the caller).
+        codes: unsigned integers of `code_dtype`, none past the format's last code.
         fmt: their format.
         dtype: float64, float32, float16 or bfloat16.
     """
@@ -145,11 +145,23 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         wanted = str(_CODES[fmt.code_bytes]).removeprefix("torch.")
         given = str(codes.dtype).removeprefix("torch.")
         raise TypeError(f"{fmt.name} codes are {wanted}, got {given}; use .view(torch.{wanted}) on raw bytes.")
+    if fmt.bits & (fmt.bits - 1) or fmt.bits < 8:
+        _check_codes(codes, fmt)
     if dtype not in _FLOATS:
         raise TypeError(f"decode gives float64, float32, float16 or bfloat16, not {dtype}.")
     if backend(codes) == "native":
         return native.decode(codes, fmt, dtype)
     return reference.decode(codes, fmt, dtype)
+
+
+def _check_codes(codes: Tensor, fmt: Format) -> None:
+    """Formats that do not fill their integer: no code may have bits above theirs."""
+    if codes.numel() == 0:
+        return
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+    low, high = torch.aminmax(codes.view(signed.get(codes.dtype, torch.uint8)))
+    if low < 0 or high >= 1 << fmt.bits:
+        raise ValueError(f"{fmt.name} codes run from 0 to {(1 << fmt.bits) - 1}; these go beyond.")
 
 
 def round_to(
