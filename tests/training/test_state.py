@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -21,9 +20,6 @@ from torch import nn
 import lowprec as lp
 from lowprec.loss_scale import DynamicScale
 
-HERE = [
-    r for r in lp.recipes() if lp.recipe(r).weights == "fp32" or importlib.util.find_spec("lowprec.storage")
-]  # until weights can be stored low
 WORKER = Path(__file__).with_name("resume_worker.py")
 
 
@@ -35,7 +31,7 @@ def _losses(recipe: str, steps: int) -> list[float]:
     return [micro_batch(model, optimizer, i) for i in range(steps * PARTS)]
 
 
-@pytest.mark.parametrize("recipe", HERE)
+@pytest.mark.parametrize("recipe", lp.recipes())
 def test_resume_in_the_middle_of_an_accumulation(recipe: str, tmp_path: Path) -> None:
     """Saved after an odd micro-batch, loaded into fresh objects: the remaining losses are the same bits."""
     whole = _losses(recipe, 5)
@@ -77,7 +73,7 @@ def test_sigkill_and_resume(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("recipe", HERE)
+@pytest.mark.parametrize("recipe", lp.recipes())
 def test_sigkill_and_resume_every_preset(recipe: str, seed: int, tmp_path: Path) -> None:
     _kill_and_resume(recipe, tmp_path, random.Random(f"{recipe}{seed}"))
 
