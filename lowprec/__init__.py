@@ -52,7 +52,6 @@ _PUBLIC: dict[str, str] = {
     "unpack": "lowprec.quantize",
     "save": "lowprec.training",
     "state_dict": "lowprec.training",
-    "LowprecWarning": "lowprec.errors",
     "Accumulator": "lowprec.recipe",
     "Cast": "lowprec.recipe",
     "Delayed": "lowprec.recipe",

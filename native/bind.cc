@@ -24,6 +24,7 @@ NB_MODULE(_native, m) {
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
+  bind_block(m);
   bind_cast(m);
   bind_epilogue(m);
   bind_optim(m);

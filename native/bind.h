@@ -15,6 +15,7 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+void bind_block(nanobind::module_& m);
 void bind_cast(nanobind::module_& m);
 void bind_epilogue(nanobind::module_& m);
 void bind_optim(nanobind::module_& m);

@@ -185,6 +185,10 @@ void decode_general(const void* codes, size_t n, const Format& f, void* values, 
 
 }  // namespace
 
+void decode_small(const uint8_t* codes, size_t n, const Format& f, uint32_t* values) {
+  decode_table(codes, n, f, f.table32, values, false);
+}
+
 void decode(const void* codes, size_t n, const Format& f, void* values, Dtype dtype, int threads) {
   if (f.has_table) {
     if (dtype == kF32) return decode_tables(codes, n, f, f.table32, values, threads);

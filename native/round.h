@@ -45,7 +45,8 @@ struct Grid {
       : m(mantissa), emin(lowest + Lane<U>::kBias), drop(Lane<U>::kMantissa - m), deep(emin < 1), bits(random_bits) {}
 };
 
-template <class U, Rounding R>
+// Deep: normals of the format may be subnormals of the lane.
+template <class U, Rounding R, bool Deep = false>
 inline U round_magnitude(U a, bool negative, const Grid<U>& g, uint32_t random) {
   using L = Lane<U>;
   using Int = typename L::Int;
@@ -54,8 +55,8 @@ inline U round_magnitude(U a, bool negative, const Grid<U>& g, uint32_t random) 
   const U hidden = field ? U{1} << M : 0;
   U significand = (a & ((U{1} << M) - 1)) | hidden;
   Int e = field + (field == 0);
-  if constexpr (sizeof(U) == 8) {
-    if (g.deep && field == 0) {
+  if constexpr (Deep) {
+    if (field == 0) {
       const int lead = std::countl_zero(significand | 1) - (63 - M);
       e = significand ? e - lead : g.emin;
       significand <<= lead;
@@ -67,11 +68,13 @@ inline U round_magnitude(U a, bool negative, const Grid<U>& g, uint32_t random) 
   const U base = static_cast<U>(std::max<Int>(-below, 0)) << g.m;
   const U q = significand >> s;
   const U rest = significand & ((U{1} << s) - 1), half = (U{1} << s) >> 1;
+  const U some = s != 0;
   U up = 0;
   if constexpr (R == kNearest)
-    up = (rest > half) | ((rest == half) & (s != 0) & ((q + base) & 1));  // even as a code: m may be 0
+    up = some & static_cast<U>(rest + ((q + base) & 1) >
+                               half);  // ties to the even code (m may be 0); with s = 0 nothing is dropped
   else if constexpr (R == kNearestAway)
-    up = (rest >= half) & (s != 0);
+    up = some & static_cast<U>(rest >= half);
   else if constexpr (R == kUp)
     up = (rest != 0) & !negative;
   else if constexpr (R == kDown)
@@ -92,7 +95,7 @@ template <class U>
 struct Values {
   using L = Lane<U>;
   int m, up;
-  bool direct;  // the code's own bits, moved up, are the value (the same exponent range)
+  U direct;  // the code's own bits, moved up, are the value (the same exponent range)
   U rebias;
   typename L::Real quantum;
   explicit Values(const Format& f) : m(f.m), up(L::kMantissa - f.m), direct(f.emin == 1 - L::kBias) {
@@ -100,9 +103,9 @@ struct Values {
     quantum = direct ? 0 : static_cast<typename L::Real>(__builtin_ldexp(1.0, f.emin - f.m));
   }
   U operator()(U code) const {
-    const U moved = code << up;
+    const U moved = code << up, shifted = code >> m;
     const U small = bits_of(static_cast<typename L::Real>(static_cast<typename L::Int>(code)) * quantum);
-    return direct || code >> m ? moved + rebias : small;
+    return (shifted | direct) != 0 ? moved + rebias : small;
   }
 };
 
