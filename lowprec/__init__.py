@@ -52,6 +52,7 @@ _PUBLIC: dict[str, str] = {
     "unpack": "lowprec.quantize",
     "save": "lowprec.training",
     "state_dict": "lowprec.training",
+    "LowprecWarning": "lowprec.errors",
     "Accumulator": "lowprec.recipe",
     "Cast": "lowprec.recipe",
     "Delayed": "lowprec.recipe",

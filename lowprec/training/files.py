@@ -104,7 +104,10 @@ def export(
             exact |= inner.masters()
     params = dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
+    scales = {f"{name}_scale" for name, param in params.items() if hasattr(param, "_lowprec_scale")}
     for name, value in model.state_dict().items():
+        if name in scales:
+            continue
         param = params.get(name)
         if param is not None and (param in exact or hasattr(param, "_lowprec_scale")):
             value = exact[param] if param in exact else _decoded(param)

@@ -12,7 +12,6 @@ and states in fp32, and gets masters where it does not.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from lowprec import loss_scale as scaling
+from lowprec import storage
 from lowprec.apply import Plan, applied, apply
 from lowprec.recipe import LossScale, Recipe
 from lowprec.recipes import recipe as lookup
@@ -200,7 +200,7 @@ def _apply(model: nn.Module, recipe: Recipe | Plan, options: dict[str, Any]) -> 
             f"call lowprec.undo first."
         )
     if chosen.weights != "fp32" or chosen.gradients not in ("fp32",):
-        importlib.import_module("lowprec.storage").convert(inside, chosen)
+        storage.convert(inside, chosen)
 
 
 def _sharded(model: nn.Module) -> bool:

@@ -46,7 +46,7 @@ def states_after(inner: torch.optim.Optimizer, name: Callable[[torch.Tensor], st
     repaired: list[str] = []
     for param, count in found.items():
         done = _clean(name(param), inner.state.get(param, {}))
-        repaired += done or [f"{name(param)}: {count} elements left as they were"]
+        repaired += done or [f"{name(param)} ({count} elements were left as they were)"]
     return tuple(repaired)
 
 

@@ -125,9 +125,10 @@ def _weight_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _load_alone(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load weights whatever they were stored in, into a model under another recipe or none."""
     plain = {k: v for k, v in saved.items() if not k.startswith(_SCALE)}
-    for name, value in plain.items():
+    for name, value in list(plain.items()):
         scale = saved.get(_SCALE + name)
         if scale is not None:
+            plain.pop(f"{name}_scale", None)  # the same scale, as the module's buffer
             plain[name] = value.float() * scale.reshape(-1, *[1] * (value.ndim - 1))
     own = model.state_dict()
     _check_tensors(own, {k: v.to(own[k].dtype) if k in own else v for k, v in plain.items()}, "model", _OTHER_MODEL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -21,9 +20,8 @@ from torch import nn
 import lowprec as lp
 from lowprec.loss_scale import DynamicScale
 
-HERE = [
-    r for r in lp.recipes() if lp.recipe(r).weights == "fp32" or importlib.util.find_spec("lowprec.storage")
-]  # until weights can be stored low
+# msamp-O3 stores weights in fp8, which linear layers do not read yet
+PRESETS = [pytest.param(r, marks=pytest.mark.skip("fp8 weights")) if r == "msamp-O3" else r for r in lp.recipes()]
 WORKER = Path(__file__).with_name("resume_worker.py")
 
 
@@ -35,7 +33,7 @@ def _losses(recipe: str, steps: int) -> list[float]:
     return [micro_batch(model, optimizer, i) for i in range(steps * PARTS)]
 
 
-@pytest.mark.parametrize("recipe", HERE)
+@pytest.mark.parametrize("recipe", PRESETS)
 def test_resume_in_the_middle_of_an_accumulation(recipe: str, tmp_path: Path) -> None:
     """Saved after an odd micro-batch, loaded into fresh objects: the remaining losses are the same bits."""
     whole = _losses(recipe, 5)
@@ -77,7 +75,7 @@ def test_sigkill_and_resume(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("recipe", HERE)
+@pytest.mark.parametrize("recipe", PRESETS)
 def test_sigkill_and_resume_every_preset(recipe: str, seed: int, tmp_path: Path) -> None:
     _kill_and_resume(recipe, tmp_path, random.Random(f"{recipe}{seed}"))
 
@@ -299,6 +297,21 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 
 
 # -- export --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["bf16-true", "apex-O2", "msamp-O2"])
+def test_low_weights_go_into_any_model_and_export_their_masters(recipe: str, tmp_path: Path) -> None:
+    model, optimizer = build(recipe)
+    for i in range(4):
+        micro_batch(model, optimizer, i)
+    lp.save(tmp_path / "a.ckpt", model, optimizer)
+    plain, exported = Net(), Net()
+    lp.load(tmp_path / "a.ckpt", plain)
+    lp.export(model, tmp_path / "w.safetensors")
+    exported.load_state_dict(load_file(tmp_path / "w.safetensors"))
+    exact = optimizer.inner.masters()[model.up.weight]
+    assert torch.equal(exported.up.weight, exact)
+    torch.testing.assert_close(plain.up.weight, exact, rtol=2**-3 if recipe == "msamp-O3" else 2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
