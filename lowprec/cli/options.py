@@ -70,9 +70,8 @@ def given_on_command_line(ctx: click.Context, why: str, allowed: set[str]) -> No
         and ctx.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
     ]
     if typed:
-        raise ValueError(
-            f"{why}, so {', '.join(typed)} would have no effect; leave {'it' if len(typed) == 1 else 'them'} out."
-        )
+        them = "it" if len(typed) == 1 else "them"
+        raise ValueError(f"{why}, so {', '.join(typed)} would have no effect; leave {them} out.")
 
 
 def split(text: str) -> tuple[str, ...]:

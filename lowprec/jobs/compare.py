@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import lowprec as lp
 from lowprec.apply import applied
 from lowprec.jobs import machine
-from lowprec.jobs.engine import PEERS, Engine, Hyper, LowPrec, learning_rate, make
+from lowprec.jobs.engine import Engine, Hyper, LowPrec, learning_rate, make
 from lowprec.jobs.rundir import RunDirectory
 from lowprec.jobs.stopping import Stopped, Stopper
 from lowprec.workloads import Workload, units_in
@@ -207,11 +206,9 @@ class Comparison:
             seconds, timed = 0.0, False
         elif self._watched(step) and isinstance(engine, LowPrec):
             seconds, timed = 0.0, False
-            with contextlib.ExitStack() as stack:
-                watch = stack.enter_context(lp.observe(engine.model))
-                info = engine.step(batches, lr, step)
-                for row in rows_of(watch):
-                    self.directory.append("statistics.jsonl", {"recipe": recipe, "seed": seed, "step": step, **row})
+            info, seen = engine.watched_step(batches, lr, step)
+            for row in seen:
+                self.directory.append("statistics.jsonl", {"recipe": recipe, "seed": seed, "step": step, **row})
         else:
             start = time.perf_counter()
             info = engine.step(batches, lr, step)
@@ -223,9 +220,7 @@ class Comparison:
         )  # fmt: skip
 
     def _coverage(self, engine: Engine, seed: int, step: int, batch: Any) -> None:
-        if engine.recipe in PEERS:
-            return
-        shares = coverage_of(engine, batch)
+        shares = engine.coverage(batch)
         if shares is not None:
             self._write(kind="coverage", recipe=engine.recipe, seed=seed, step=step, **shares)
 
@@ -243,14 +238,3 @@ def plans_of(engines: Iterable[Engine]) -> dict[str, Any]:
     """The plan of every recipe that was applied, as plain values."""
     found = {engine.recipe: applied(engine.model) for engine in engines if isinstance(engine, LowPrec)}
     return {name: plan.to_dict() for name, plan in found.items() if plan is not None}
-
-
-def rows_of(watch: Any) -> list[dict[str, Any]]:
-    """The rows of an observation as plain values."""
-    rows = watch.rows() if callable(watch.rows) else watch.rows
-    return [row if isinstance(row, dict) else row._asdict() if hasattr(row, "_asdict") else asdict(row) for row in rows]
-
-
-def coverage_of(engine: Engine, batch: Any) -> dict[str, Any] | None:
-    """Share of GEMM FLOPs by format, or None where nothing can tell."""
-    return None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import lowprec as lp
+from lowprec.apply import applied
 from lowprec.jobs import measure
 from lowprec.workloads import Workload
 
@@ -161,6 +162,14 @@ class Engine:
         kept = measure.bytes_by_role(self.model, self.optimizer).total
         return info, held, None if peak is None else peak + kept
 
+    def watched_step(self, batches: Sequence[Any], lr: float, step: int) -> tuple[StepInfo, list[dict[str, Any]]]:
+        """A step, and what its casts did: a row for each module and role; none where nothing is cast."""
+        return self.step(batches, lr, step), []
+
+    def coverage(self, batch: Any) -> dict[str, Any] | None:
+        """Share of the FLOPs of products by format, or None for a peer."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """Everything the next step depends on."""
         raise NotImplementedError
@@ -213,6 +222,18 @@ class LowPrec(Engine):
         self.model, self.optimizer = lp.prepare(
             self.model, optimizer, recipe=self.recipe, clip_grad_norm=hyper.clip or None, **hyper.options
         )
+
+    def watched_step(self, batches: Sequence[Any], lr: float, step: int) -> tuple[StepInfo, list[dict[str, Any]]]:
+        plan = applied(self.model)
+        if plan is None or not any(row.output or row.grad_input or row.grad_weight for row in plan.converted):
+            return self.step(batches, lr, step), []
+        with lp.observe(self.model) as watch:
+            info = self.step(batches, lr, step)
+        return info, [row._asdict() for row in watch.rows()]
+
+    def coverage(self, batch: Any) -> dict[str, Any] | None:
+        found = lp.coverage(self.model, lambda model: self.work.loss(model, self.to_device(batch)))
+        return {"shares": found.shares, "low": found.low}
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.optimizer.backward(loss)  # type: ignore[attr-defined]

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import lowprec as lp
 from lowprec.errors import missing_extra
 from lowprec.jobs import machine
-from lowprec.jobs.compare import plans_of, rows_of
+from lowprec.jobs.compare import plans_of
 from lowprec.jobs.engine import Engine, Hyper, LowPrec, StepInfo, learning_rate, make
 from lowprec.jobs.rundir import RunDirectory
 from lowprec.jobs.stopping import Stopped, Stopper
@@ -140,11 +139,10 @@ class Training:
             self.work.data.train(step * hyper.accumulate + i, self.settings.seed) for i in range(hyper.accumulate)
         ]
         start = time.perf_counter()
-        watch = self.settings.observe and step % self.settings.observe == 0 and isinstance(self.engine, LowPrec)
+        watch = bool(self.settings.observe) and step % self.settings.observe == 0
         if watch:
-            with lp.observe(self.engine.model) as seen:
-                info = self.engine.step(batches, lr, step)
-            for row in rows_of(seen):
+            info, seen = self.engine.watched_step(batches, lr, step)
+            for row in seen:
                 self.directory.append(
                     "statistics.jsonl",
                     {"recipe": self.settings.recipe, "seed": self.settings.seed, "step": step, **row},
