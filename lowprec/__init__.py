@@ -16,7 +16,13 @@ __version__ = "0.1.0"
 
 # public name -> module
 _PUBLIC: dict[str, str] = {
+    "Coverage": "lowprec.coverage",
+    "coverage": "lowprec.coverage",
+    "observe": "lowprec.observe.statistics",
+    "linear": "lowprec.functional",
+    "matmul": "lowprec.functional",
     "Plan": "lowprec.apply",
+    "applied": "lowprec.apply",
     "apply": "lowprec.apply",
     "disabled": "lowprec.apply",
     "plan": "lowprec.apply",

@@ -25,6 +25,7 @@ import fnmatch
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +39,20 @@ from lowprec.errors import unknown_name
 from lowprec.handlers import ModuleState, Row, Site
 from lowprec.recipe import Recipe
 
-__all__ = ["Plan", "applied", "apply", "disabled", "plan", "undo"]
+__all__ = ["Plan", "applied", "apply", "disabled", "load_scaling_state", "plan", "scaling_state", "undo"]
 
 _WRAPPERS = ("FullyShardedDataParallel", "FSDPModule")
 # modules whose import registers handlers, in this order
-_HANDLER_MODULES = ["lowprec.linear", "lowprec.attention", "lowprec.losses", "lowprec.norms"]
+_HANDLER_MODULES = [
+    "lowprec.linear",
+    "lowprec.multihead",
+    "lowprec.embedding",
+    "lowprec.attention",
+    "lowprec.losses",
+    "lowprec.norms",
+]
+# the same, where another package is loaded already: package module -> module with its handlers
+_OPTIONAL_HANDLERS = {"transformers.pytorch_utils": "lowprec.conv1d"}
 
 
 @dataclass(frozen=True)
@@ -131,12 +141,12 @@ def plan(
         if not any(_matches(glob, name) for name in names):
             raise unknown_name("module (no module matches this glob)", glob, [name for name in names if name])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    rows = []
+    rows: list[Row] = []
     positions = _positions(model, chosen)
     for name, module in model.named_modules():
         row = _plan_module(name, module, chosen, skips, globs, positions.get(name, ""), device, strict)
         if row is not None:
-            rows.append(row)
+            rows.append(_unread(row, rows, module))
     return Plan(chosen, tuple(rows), device.type, strict)
 
 
@@ -176,10 +186,20 @@ def _plan_module(
     return cast(Row, row)
 
 
-@functools.cache
+def _unread(row: Row, above: list[Row], module: nn.Module) -> Row:
+    """The output projection of an attention that stays as it is: its weight is read there, the layer never called."""
+    if not row.handler or not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return row
+    parent = next((r for r in above if r.name == row.name.rpartition(".")[0]), None)
+    if parent is None or parent.handler or parent.cls != "MultiheadAttention":
+        return row
+    return Row(row.name, row.cls, note="its parent reads the weight without calling the layer, and stays as it is")
+
+
 def _register() -> None:
     """Import the modules that register handlers."""
-    for name in _HANDLER_MODULES:
+    optional = [name for package, name in _OPTIONAL_HANDLERS.items() if package in sys.modules]
+    for name in [*_HANDLER_MODULES, *optional]:
         importlib.import_module(name)
 
 
@@ -360,3 +380,60 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
         for _, state in states:
             if isinstance(state, ModuleState):
                 state.enabled = True
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def scaling_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Everything of an applied model that its own state_dict leaves out, as plain tensors and numbers.
+
+    Args:
+        model: the model that was applied.
+
+    Returns:
+        Module name -> {"scale", "amax", "passes"} of delayed scaling, and "step" of stochastic rounding.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        state = getattr(module, "_lowprec", None)
+        if not isinstance(state, ModuleState):
+            continue
+        buffers = {
+            key.removeprefix("_lowprec_"): b for key, b in module._buffers.items() if key.startswith("_lowprec_")
+        }
+        entry: dict[str, Any] = {key: b.detach().clone() for key, b in buffers.items() if b is not None}
+        if "step" in state.extra:
+            entry["step"] = int(state.extra["step"])
+        if entry:
+            found[name] = entry
+    return found
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back what `scaling_state` gave.
+
+    Args:
+        model: a model with the same recipe applied.
+        state: what `scaling_state` gave.
+
+    Raises:
+        ValueError: if it names a module or a value that this model has not, or a shape differs; nothing is changed
+        then.
+    """
+    here = scaling_state(model)
+    for name, entry in state.items():
+        if name not in here:
+            raise unknown_name("module in the scaling state", name, here)
+        for key, value in entry.items():
+            if key not in here[name]:
+                raise unknown_name(f"value of {name} in the scaling state", key, here[name])
+            if isinstance(value, torch.Tensor) and value.shape != here[name][key].shape:
+                raise ValueError(f"{name}: {key} has shape {tuple(value.shape)}, not {tuple(here[name][key].shape)}.")
+    modules = dict(model.named_modules())
+    for name, entry in state.items():
+        for key, value in entry.items():
+            if key == "step":
+                cast(Any, modules[name])._lowprec.extra["step"].fill_(int(value))
+            else:
+                cast(Any, modules[name]._buffers[f"_lowprec_{key}"]).copy_(value)

@@ -20,8 +20,9 @@ version counter and a sample of its values say whether it has.
 from __future__ import annotations
 
 import functools
+import importlib
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from lowprec.products import Engine, Operand, orientation_free, prepare, product
 from lowprec.recipe import Cast
 from lowprec.spec import ROLES, Spec
 
-__all__ = ["LowPrecLinear", "Spec", "apply_linear", "plan_linear"]
+__all__ = ["LinearLike", "LowPrecLinear", "Memory", "Spec", "apply_linear", "plan_linear", "stored"]
 
 _FEW_TOKENS = 512  # below this many, casts of weights weigh enough to be kept
 
@@ -106,8 +107,10 @@ def forward(
         assert cast is not None
         delayed = memory.history is not None and cast.scale == "tensor"
         scale = memory.history.scale[scaling.INPUT].clone() if delayed and memory.history is not None else None
-        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale)
+        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale, counters=memory.observer is not None)
         kept = [parts.codes, parts.scale, parts.tensor_scale]
+        if memory.observer is not None and parts.counters is not None:
+            memory.observer.add(5, parts.counters, x.numel(), None)
     operand = _cast(x, gemm.a, -1, unit, spec, memory, 0, scaling.INPUT)
     if shared:
         cast = spec.grad_weight.b
@@ -129,6 +132,7 @@ def _weight(weight: Tensor, spec: Spec, memory: Memory, *, few: bool, backward: 
         (spec.grad_input, spec.units[1], -2, 3) if backward else (spec.output, spec.units[0], -1, 1)
     )
     cacheable = few and memory.cache is not None and memory.history is None and memory.observer is None
+    cacheable = cacheable and weight.is_contiguous()
     cacheable = cacheable and gemm.b is not None and gemm.b.rounding != "stochastic" and not weight.is_inference()
     if not cacheable:
         return _cast(weight, gemm.b, axis, unit, spec, memory, role, scaling.WEIGHT)
@@ -226,12 +230,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory, advance: bool, sink: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory, advance: bool
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         need_weight = ctx.needs_input_grad[1]
+        sink = getattr(weight, "_lowprec_sink", None)
         with torch._C._DisableAutocast():
-            output, kept, operand = forward(flat, weight, bias, spec, memory, advance=advance, keep=need_weight)
+            output, kept, operand = forward(flat, stored(weight), bias, spec, memory, advance=advance, keep=need_weight)
         hold = spec.one_weight and spec.output.b is not None and ctx.needs_input_grad[0]
         ctx.operand_scale = operand.scale if hold else None
         ctx.save_for_backward(*kept, weight, operand.values if hold else None)
@@ -243,27 +248,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *kept, weight, values = ctx.saved_tensors
-        held = None if values is None else Operand(values, -1, ctx.operand_scale)
+        *kept, weight, carried = ctx.saved_tensors
+        held = None if carried is None else Operand(carried, -1, ctx.operand_scale)
         flat = grad.reshape(-1, weight.shape[0])
         needs = ctx.needs_input_grad[:3]
         with torch._C._DisableAutocast():
-            gx, gw, gb = backward(
-                flat, tuple(kept), weight, held, ctx.spec, ctx.memory, needs, ctx.dtype, ctx.sink if needs[1] else None
-            )
+            values = stored(weight)
+            sink = ctx.sink if needs[1] else None
+            gx, gw, gb = backward(flat, tuple(kept), values, held, ctx.spec, ctx.memory, needs, ctx.dtype, sink)
         gx = None if gx is None else gx.view(ctx.shape)
         gb = None if gb is None else gb.to(ctx.bias_dtype)
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb, None, None, None
 
 
 def apply_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory = _NOTHING, advance: bool = True
 ) -> Tensor:
     """A linear layer by a spec; shapes as in `torch.nn.functional.linear`."""
-    return _Linear.apply(input, weight, bias, spec, memory, advance and not scaling.repeating(), None)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(input, weight, bias, spec, memory, advance and not scaling.repeating())  # type: ignore[no-any-return, no-untyped-call]
 
 
-def plan_linear(site: Site, handler: type[nn.Module]) -> Row | str:
+def stored(weight: Tensor) -> Tensor:
+    """A weight's values: itself, or what its 8-bit storage stands for."""
+    if weight.element_size() > 1:
+        return weight
+    return cast(Tensor, importlib.import_module("lowprec.storage").operand(weight))
+
+
+def plan_linear(site: Site, handler: type[Any]) -> Row | str:
     """The plan's row of a layer with the three products of this module."""
     recipe = site.recipe
     spec = Spec.of(recipe, site.device.type)
@@ -276,59 +288,69 @@ def plan_linear(site: Site, handler: type[nn.Module]) -> Row | str:
     return site.row(handler, carrier=carrier)
 
 
-def _compiled(module: nn.Linear, input: Tensor) -> Tensor:
-    """The forward pass as torch.compile traces it: everything it decides is a constant of the graph."""
-    from lowprec.linear_ops import CompiledLinear
-
-    state = module._lowprec
-    assert isinstance(state, ModuleState)
-    text, keeps_input, one_weight = state.extra["compiled"]
-    buffers = module._buffers
-    tensors = (*(buffers.get(name) for name in scaling.BUFFERS), state.extra["step"])
-    grad = torch.is_grad_enabled()
-    needs = (
-        grad and input.requires_grad,
-        grad and module.weight.requires_grad,
-        grad and module.bias is not None and module.bias.requires_grad,
-    )
-    flat = input.reshape(-1, input.shape[-1])
-    arguments = (state.extra["seed"], text, module.training, needs, keeps_input, one_weight and needs[0])
-    output = CompiledLinear.apply(flat, module.weight, module.bias, tensors, *arguments)  # type: ignore[no-untyped-call]
-    return output.view(*input.shape[:-1], module.weight.shape[0])  # type: ignore[no-any-return]
-
-
-@handles(nn.Linear)
-class LowPrecLinear(nn.Linear):
-    """`nn.Linear` with the casts of its recipe."""
+class LinearLike:
+    """What modules with the three products of a linear layer share; mixed into a handler before its module class."""
 
     _lowprec: ModuleState
     lowprec_products = True
 
-    @staticmethod
-    def lowprec_plan(site: Site) -> Row | str:
-        """The row of a linear layer."""
-        return plan_linear(site, LowPrecLinear)
+    @classmethod
+    def lowprec_plan(cls, site: Site) -> Row | str:
+        """The row of the layer."""
+        return plan_linear(site, cls)
 
     def lowprec_setup(self) -> None:
-        """Scaling history and random stream."""
-        state = self._lowprec
+        """Scaling history, random stream, and what a compiled graph takes as constants."""
+        state, module = self._lowprec, cast(nn.Module, self)
+        device = next((p.device for p in module.parameters(recurse=False)), torch.device("cpu"))
         if state.recipe.delayed is not None:
-            scaling.create(self, state.recipe.delayed, self.weight.device)
+            scaling.create(module, state.recipe.delayed, device)
         state.extra["seed"] = zlib.crc32(state.name.encode())
         state.extra["step"] = torch.zeros((), dtype=torch.int64)
-        spec = Spec.of(state.recipe, self.weight.device.type)
+        spec = Spec.of(state.recipe, device.type)
         state.extra["compiled"] = (spec.text, spec.keep == "input", spec.one_weight and spec.output.b is not None)
 
     def lowprec_teardown(self) -> None:
         """Take the buffers away again."""
+        module = cast(nn.Module, self)
         for name in scaling.BUFFERS:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+            module._buffers.pop(name, None)
+            module._non_persistent_buffers_set.discard(name)
+
+    def lowprec_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's products, under the module's recipe."""
+        state, module = self._lowprec, cast(nn.Module, self)
+        if not state.enabled:
+            return nn.functional.linear(input, stored(weight).to(input.dtype), bias)
+        if torch.compiler.is_compiling():
+            return _compiled(module, state, input, weight, bias)
+        spec = Spec.of(state.recipe, input.device.type)
+        history = scaling.of_module(module)
+        memory = Memory(history, state.extra["seed"], state.extra["step"], state.observer, state.cache)
+        return apply_linear(input, weight, bias, spec, memory, advance=module.training)
+
+
+def _compiled(module: nn.Module, state: ModuleState, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The forward pass as torch.compile traces it: everything it decides is a constant of the graph."""
+    from lowprec.linear_ops import CompiledLinear
+
+    text, keeps_input, one_weight = state.extra["compiled"]
+    tensors = (*(module._buffers.get(name) for name in scaling.BUFFERS), state.extra["step"])
+    grad = torch.is_grad_enabled()
+    needs = (
+        grad and input.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    flat = input.reshape(-1, input.shape[-1])
+    arguments = (state.extra["seed"], text, module.training, needs, keeps_input, one_weight and needs[0])
+    output = CompiledLinear.apply(flat, weight, bias, tensors, *arguments)  # type: ignore[no-untyped-call]
+    return output.view(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+
+
+@handles(nn.Linear)
+class LowPrecLinear(LinearLike, nn.Linear):
+    """`nn.Linear` with the casts of its recipe."""
 
     def forward(self, input: Tensor) -> Tensor:
-        state = self._lowprec
-        if torch.compiler.is_compiling():
-            return _compiled(self, input)
-        spec = Spec.of(state.recipe, input.device.type)
-        memory = Memory(scaling.of_module(self), state.extra["seed"], state.extra["step"], state.observer, state.cache)
-        return apply_linear(input, self.weight, self.bias, spec, memory, advance=self.training)
+        return self.lowprec_linear(input, self.weight, self.bias)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec import linear, scaling
+from lowprec import scaling
 from lowprec.formats import format as find_format
 from lowprec.kernels import library
 from lowprec.kernels import scale as scale_kernels
 from lowprec.kernels.cast import code_dtype
+from lowprec.linear import Memory, backward, forward
 from lowprec.products import Engine, Operand
 from lowprec.recipe import Cast
 from lowprec.spec import Spec
@@ -28,7 +29,7 @@ def _memory(scale: Tensor | None, amax: Tensor | None, passes: Tensor | None, st
     history = None
     if scale is not None and amax is not None and passes is not None:
         history = scaling.History(scale, amax, passes)
-    return linear.Memory(history, seed, step)
+    return Memory(history, seed, step)
 
 
 def _full(tensor: Tensor | None) -> Tensor:
@@ -56,7 +57,7 @@ def _forward(
     spec = Spec.parse(text)
     memory = _memory(scale, amax, passes, step, seed)
     with torch._C._DisableAutocast():
-        output, kept, operand = linear.forward(x, weight, bias, spec, memory, advance=advance, keep=keep)
+        output, kept, operand = forward(x, weight, bias, spec, memory, advance=advance, keep=keep)
     if spec.keep == "input":
         kept = [None, None, None]
     held = (operand.values, operand.scale) if hold else (None, None)
@@ -133,7 +134,7 @@ def _backward(
     operand = None if values is None else Operand(values, -1, _none(held[1]))
     three = needs[0], needs[1], needs[2]
     with torch._C._DisableAutocast():
-        made = linear.backward(
+        made = backward(
             grad.contiguous(),
             tuple(_none(t) for t in kept),
             weight,
