@@ -412,12 +412,192 @@ int run_any(const OptimProgram& p, int states, float* w, const float* g, float* 
   return states ? run_rule<kSgd, 1>(p, w, g, s, root, n) : run_rule<kSgd, 0>(p, w, g, s, root, n);
 }
 
+// -- Adam in one loop -------------------------------------------------------------------------------------------------
+// The common pairs of states are decoded, updated and encoded block by block without a stage between: the same
+// operations as above, in the same order. Only whole blocks whose dither is aligned come here.
+
+struct MemF32 {
+  float* p;
+  VF load(size_t i) const { return get<VF>(p + i); }
+  void store(size_t i, VF x) const { put(p + i, x); }
+};
+template <bool Stochastic>
+struct MemBf16 {
+  uint16_t* p;
+  const uint16_t* random;
+  VF load(size_t i) const { return Bf16::load(p + i); }
+  void store(size_t i, VF x) const {
+    if constexpr (Stochastic)
+      Bf16::store(p + i, x, widen(get<VH>(random + i)));
+    else
+      Bf16::store(p + i, x);
+  }
+};
+
+// Where the new values of a state go: into a buffer until the block's scale is known, or where they belong.
+template <class C, bool Stochastic>
+OPTIM_INLINE void put_state(typename C::Raw* p, float* buffer, VU& top, VF x, VF old, Mask good, const uint32_t* base,
+                            uint32_t shift) {
+  if constexpr (C::block) {
+    put(buffer, x);
+    top = umax(top, ubits(x) & kMagnitude);
+  } else if constexpr (Stochastic && !std::is_same_v<C, Fp32>) {
+    C::store(p, choose(good, x, old), (get<VU>(base) + shift) >> 16);
+  } else {
+    C::store(p, choose(good, x, old));
+  }
+}
+
+template <class C, bool Stochastic>
+OPTIM_INLINE void encode_hot(typename C::Raw* p, float* scale, const float* x, VU top, size_t n, const uint32_t* base,
+                             uint32_t shift, uint32_t* spare) {
+  const Scale sc = block_scale<C>(fold_max(top));
+  *scale = sc.scale;
+  if (__builtin_expect(sc.inverse == 0.0f, 0)) {
+    for (size_t i = 0; i < n; i += kLane) put(spare + i, get<VU>(base + i) + shift);
+    return encode_block<C, Stochastic>(p, vf(0.0f), x, n, Stochastic ? Random::dither : Random::none, spare, 0);
+  }
+  const VF inverse = vf(sc.inverse);
+  const VU add = vu(shift);
+  for (size_t i = 0; i < n; i += kLane) {
+    const VF y = get<VF>(x + i) * inverse;
+    if constexpr (Stochastic) {
+      const VU r = get<VU>(base + i) + add;
+      C::store(advance<C>(p, i), y, kHalf<C> ? r >> 16 : r);
+    } else {
+      C::store(advance<C>(p, i), y);
+    }
+  }
+}
+
+// The rare block in which some element must stay as it was: its old states are still in place.
+template <class C>
+int keep_old(const typename C::Raw* p, VF factor, const Mask* good, float* buffer, VU& top, size_t n) {
+  int bad = 0;
+  top = VU{};
+  for (size_t j = 0; j < n; j += kLane) {
+    VF old = C::load(kNibbles<C> ? p + j / 2 : p + j);
+    if constexpr (C::block) old = old * factor;
+    const VF x = choose(good[j / kLane], get<VF>(buffer + j), C::root ? vsqrt(old * old) : old);
+    put(buffer + j, x);
+    top = umax(top, ubits(x) & kMagnitude);
+    bad += misses(good[j / kLane]);
+  }
+  return bad;
+}
+
+template <class S1, class S2, bool Stochastic, class W, class G>
+int adam_hot(const OptimProgram& p, const OptimSlot& t, const Span& s, W w, G g, Scratch& x) {
+  constexpr size_t size = S1::block ? S1::size : kGroup;
+  const VF factor = vf(p.c[0]), keep = vf(p.c[2]), rate = vf(p.c[3]), b1c = vf(p.c[4]), b2 = vf(p.c[5]),
+           b2c = vf(p.c[6]), correction = vf(p.c[7]), eps = vf(p.c[8]);
+  auto* p1 = codes_at<S1>(t.states[0], s);
+  auto* p2 = codes_at<S2>(t.states[1], s);
+  [[maybe_unused]] float *scale1 = nullptr, *scale2 = nullptr;
+  if constexpr (S1::block) scale1 = scale_at<S1>(t.scales[0], s, false);
+  if constexpr (S2::block) scale2 = scale_at<S2>(t.scales[1], s, false);
+  uint32_t words[4] = {};
+  Mask masks[kGroup / kLane];
+  int bad = 0;
+  for (size_t b = 0; b < s.n; b += size) {
+    const uint64_t index = static_cast<uint64_t>(t.offset + s.flat()) + b;
+    if (Stochastic && index % kGroup == 0)
+      philox(index / kGroup, {p.seed ^ kStateKey, p.step, static_cast<uint32_t>(t.stream)}, words);
+    const uint32_t* base = kDither.x + index % kGroup;
+    const size_t n = std::min(size, s.n - b);
+    VF f1 = {}, f2 = {};
+    if constexpr (S1::block) f1 = vf(*scale1);
+    if constexpr (S2::block) f2 = vf(*scale2);
+    VU top1 = {}, top2 = {};
+    Mask all = finite(VF{});
+    for (size_t j = 0; j < n; j += kLane) {
+      const size_t i = b + j;
+      const VF w_old = w.load(i), gr = g.load(i) * factor;
+      VF m_old = S1::load(advance<S1>(p1, i)), v_old = S2::load(advance<S2>(p2, i));
+      if constexpr (S1::block) m_old = m_old * f1;
+      if constexpr (S2::block) v_old = v_old * f2;
+      if constexpr (S2::root) v_old = v_old * v_old;
+      const VF m = m_old + (gr - m_old) * b1c;
+      const VF v = v_old * b2 + (gr * b2c) * gr;
+      const VF r = vsqrt(v);
+      const VF w_new = w_old * keep - (m / (r * correction + eps)) * rate;
+      const Mask good = both(both(finite(w_new), finite(m)), finite(v));
+      all = both(all, good);
+      masks[j / kLane] = good;
+      w.store(i, choose(good, w_new, w_old));
+      put_state<S1, Stochastic>(advance<S1>(p1, i), x.s[0] + j, top1, m, m_old, good, base + j, words[0]);
+      put_state<S2, Stochastic>(advance<S2>(p2, i), x.s[1] + j, top2, S2::root ? r : v, v_old, good, base + j,
+                                words[1]);
+    }
+    if (__builtin_expect(misses(all) != 0, 0)) {
+      if constexpr (S1::block) keep_old<S1>(advance<S1>(p1, b), f1, masks, x.s[0], top1, n);
+      if constexpr (S2::block) keep_old<S2>(advance<S2>(p2, b), f2, masks, x.s[1], top2, n);
+      for (size_t j = 0; j < n; j += kLane) bad += misses(masks[j / kLane]);
+    }
+    if constexpr (S1::block)
+      encode_hot<S1, Stochastic>(advance<S1>(p1, b), scale1++, x.s[0], top1, n, base, words[0], x.dither);
+    if constexpr (S2::block)
+      encode_hot<S2, Stochastic>(advance<S2>(p2, b), scale2++, x.s[1], top2, n, base, words[1], x.dither);
+  }
+  return bad;
+}
+
+// Runs the loop for a pair of states, if there is one; -1 if not.
+template <class W, class G>
+int adam_states(const OptimProgram& p, const OptimSlot& t, const Span& s, W w, G g, Scratch& x) {
+  const int pair = p.states[0] * 32 + p.states[1];
+  const auto run = [&](auto a, auto b) {
+    using A = decltype(a);
+    using B = decltype(b);
+    return p.state_stochastic ? adam_hot<A, B, true>(p, t, s, w, g, x) : adam_hot<A, B, false>(p, t, s, w, g, x);
+  };
+  switch (pair) {
+    case kFp32 * 32 + kFp32:
+      return adam_hot<Fp32, Fp32, false>(p, t, s, w, g, x);
+    case kBf16 * 32 + kBf16:
+      return run(Bf16{}, Bf16{});
+    case kDynamic8 * 32 + kDynamic8Root:
+      return run(Dynamic8<false>{}, Dynamic8<true>{});
+    case kE4m3Block * 32 + kE4m3Root:
+      return run(E4m3Block{}, E4m3Root{});
+    case kE4m3Block * 32 + kFp16BlockPlus:
+      return run(E4m3Block{}, HalfBlock<true, 16>{});
+    case kDynamic4 * 32 + kLinear4Root:
+      return run(Nibbles<Float4>{}, Nibbles<Linear4>{});
+    default:
+      return -1;
+  }
+}
+
+bool hot(const OptimProgram& p, const OptimSlot& t, const Span& s) {
+  return p.rule == kAdam && p.c[1] == 0.0f && p.states[2] == kNone && s.n % kLane == 0 &&
+         static_cast<uint64_t>(t.offset + s.flat()) % kGroup == 0;
+}
+
 int run_tile(const OptimProgram& p, const OptimSlot& t, const Span& s, Scratch& x) {
+  const bool one_loop = hot(p, t, s);
+  if (one_loop && p.weight == kBf16 && p.grad == kBf16 && p.master == kNone && p.residue == kNone) {
+    auto* w = reinterpret_cast<uint16_t*>(t.weight) + s.flat();
+    const MemBf16<false> g{reinterpret_cast<uint16_t*>(t.grad) + s.flat(), nullptr};
+    const int bad = p.stochastic ? adam_states(p, t, s,
+                                               MemBf16<true>{w, draw_halves(static_cast<uint64_t>(t.offset + s.flat()),
+                                                                            s.n, key_of(p, t), x.random)},
+                                               g, x)
+                                 : adam_states(p, t, s, MemBf16<false>{w, nullptr}, g, x);
+    if (bad >= 0) return bad;
+  }
   float* w = read_weight(p, t, s, x);
   const float* g = in_place(p.grad, t.grad, s);
   if (!g) {
     decode_any(p.grad, t.grad, t.grad_scale, s, x.g);
     g = x.g;
+  }
+  if (one_loop) {
+    const int bad = adam_states(p, t, s, MemF32{w}, MemF32{const_cast<float*>(g)}, x);
+    if (bad >= 0) {
+      write_weight(p, t, s, w, x);
+      return bad;
+    }
   }
   float* states[3] = {};
   bool root[3] = {}, staged[3] = {};

@@ -43,6 +43,7 @@ OPTIM_INLINE VU float_code(VF y, VU random) {
 
 struct Fp32 {
   static constexpr bool block = false, root = false;
+  static constexpr size_t size = 256;
   typedef float Raw;
   OPTIM_INLINE VF load(const Raw* p) { return get<VF>(p); }
   OPTIM_INLINE void store(Raw* p, VF x) { put(p, x); }
@@ -62,6 +63,7 @@ OPTIM_INLINE VU bf16_stochastic(VF x, VU random16) {
 
 struct Bf16 {
   static constexpr bool block = false, root = false;
+  static constexpr size_t size = 256;
   typedef uint16_t Raw;
   OPTIM_INLINE VF load(const Raw* p) { return real(widen(get<VH>(p)) << 16); }
   OPTIM_INLINE void store(Raw* p, VF x) { put(p, narrow16(bf16_nearest(x))); }
@@ -70,6 +72,7 @@ struct Bf16 {
 
 struct Fp16 {
   static constexpr bool block = false, root = false;
+  static constexpr size_t size = 256;
   typedef uint16_t Raw;
   OPTIM_INLINE VF load(const Raw* p) { return half_value(widen(get<VH>(p))); }
   OPTIM_INLINE void finish(Raw* p, VF x, VU code) {
