@@ -51,9 +51,10 @@ def convert(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     Returns:
         The name of each parameter's format, by parameter name.
 
-    >>> from lowprec import recipe
+    >>> import lowprec
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
-    >>> convert(model, recipe("msamp-O3"))
+    >>> _ = lowprec.apply(model, 'msamp-O3')
+    >>> convert(model, lowprec.recipe('msamp-O3'))
     {'0.weight': 'fp8', '0.bias': 'fp16', '1.weight': 'fp32', '1.bias': 'fp32'}
     """
     found: dict[str, str] = {}

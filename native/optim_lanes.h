@@ -43,8 +43,32 @@ OPTIM_INLINE void put(T* p, V v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-OPTIM_INLINE VU widen(VH h) { return __builtin_convertvector(h, VU); }
-OPTIM_INLINE VU widen(VB b) { return __builtin_convertvector(b, VU); }
+// The compiler takes these apart into scalars where they are not called by name.
+OPTIM_INLINE VU widen(VH h) {
+#if defined(__AVX512F__)
+  return (VU)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  __m256i half[2] = {_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)h)),
+                     _mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)h, 1))};
+  VU r;
+  std::memcpy(&r, half, sizeof r);
+  return r;
+#else
+  return __builtin_convertvector(h, VU);
+#endif
+}
+OPTIM_INLINE VU widen(VB b) {
+#if defined(__AVX512F__)
+  return (VU)_mm512_cvtepu8_epi32((__m128i)b);
+#elif defined(__AVX2__)
+  __m256i half[2] = {_mm256_cvtepu8_epi32((__m128i)b), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)b, 8))};
+  VU r;
+  std::memcpy(&r, half, sizeof r);
+  return r;
+#else
+  return __builtin_convertvector(b, VU);
+#endif
+}
 OPTIM_INLINE VF to_float(VU x) { return __builtin_convertvector(reinterpret_cast<VI>(x), VF); }  // below 2^31
 OPTIM_INLINE VU to_int(VF x) { return reinterpret_cast<VU>(__builtin_convertvector(x, VI)); }    // toward zero
 

@@ -21,7 +21,18 @@ from lowprec.kernels.native import optim as native
 from lowprec.kernels.reference import optim as reference
 from lowprec.kernels.stores import Batch, Program, Rounding, Slot, blocks, matrix, store
 
-__all__ = ["decode", "empty", "encode", "matrix", "read_weight", "store_rows", "store_stats", "update", "write_weight"]
+__all__ = [
+    "decode",
+    "empty",
+    "encode",
+    "encode_state",
+    "matrix",
+    "read_weight",
+    "store_rows",
+    "store_stats",
+    "update",
+    "write_weight",
+]
 
 
 def _backend(tensor: torch.Tensor) -> Any:
@@ -61,6 +72,13 @@ def encode(
     """
     draw = reference.Draw(seed, step, stream, 0)
     return reference.encode_weight(values.float(), store(name), rounding, draw)
+
+
+def encode_state(
+    values: torch.Tensor, name: str, rounding: Rounding, *, seed: int = 0, step: int = 0, stream: int = 0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`encode` with the cheaper draws that states are rounded with."""
+    return reference.encode_state(values, store(name), rounding, reference.Draw(seed, step, stream, 0), 0)
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor | None, name: str, shape: Sequence[int]) -> torch.Tensor:

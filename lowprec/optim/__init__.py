@@ -7,11 +7,24 @@ optimizers of their own. `from_torch` turns a torch optimizer into one of these.
 
 from __future__ import annotations
 
+from lowprec.optim.adafactor import Adafactor
 from lowprec.optim.adam import Adam
 from lowprec.optim.adamw import AdamW
 from lowprec.optim.base import LowPrecOptimizer
-from lowprec.optim.convert import from_torch
+from lowprec.optim.convert import from_torch, load_torch_state, torch_state
 from lowprec.optim.lion import Lion
+from lowprec.optim.muon import Muon
 from lowprec.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "LowPrecOptimizer", "from_torch"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "LowPrecOptimizer",
+    "Muon",
+    "from_torch",
+    "load_torch_state",
+    "torch_state",
+]

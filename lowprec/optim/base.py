@@ -207,8 +207,12 @@ class LowPrecOptimizer(Optimizer):
         )
 
     def _update(self, work: list[_Work]) -> None:
-        for batch, coefficients, step, params in work:
+        for batch, coefficients, step, _ in work:
             kernels.update(batch, coefficients, self.seed, step)
+        self._finish(work)
+
+    def _finish(self, work: list[_Work]) -> None:
+        for batch, _, step, params in work:
             for p, slot in zip(params, batch.slots, strict=True):
                 self.state[p]["step"] = step
                 if slot.weight is not p:  # the kernel worked on a contiguous copy

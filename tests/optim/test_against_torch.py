@@ -21,6 +21,8 @@ CASES: list[tuple[Any, Any, dict[str, Any]]] = [
     (lo.AdamW, torch.optim.AdamW, {"lr": 0.01}),
     (lo.AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.3, "amsgrad": True}),
     (lo.AdamW, torch.optim.AdamW, {"lr": torch.tensor(0.01), "maximize": True}),
+    (lo.Adafactor, torch.optim.Adafactor, {"lr": 0.01}),
+    (lo.Adafactor, torch.optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1, "maximize": True, "d": 2.0}),
 ]
 
 
