@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("lowprec.cli.compare", "Train one model under many recipes: speed, memory, loss."),
     "plan": ("lowprec.cli.plan", "Say what a step will need: bytes, batch, FLOPs, layers."),
     "run": ("lowprec.cli.run", "Run a script under a recipe."),
+    "formats": ("lowprec.cli.formats", "List number formats, or what they make of a value."),
     "recipes": ("lowprec.cli.recipes", "List recipes, or show one in full."),
     "config": ("lowprec.cli.config", "Write lowprec.toml by asking."),
     "report": ("lowprec.cli.report", "Make the report page of a run."),
