@@ -1,7 +1,8 @@
 """The compiled scaled casts: allocates codes, values and scales, and passes addresses.
 
 The meaning is that of `lowprec.kernels.reference.scale`, bit for bit, and what is rare is left to it: float64,
-asymmetric integers, the rule "mean", formats that fp32 cannot hold, and results that put a NaN into a format without one.
+asymmetric integers, the rule "mean", formats that fp32 cannot hold, and results that put a NaN into a format without
+one.
 """
 
 from __future__ import annotations
