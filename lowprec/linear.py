@@ -36,6 +36,8 @@ from lowprec.kernels import scale as scale_kernels
 from lowprec.products import Engine, Operand, orientation_free, prepare, product
 from lowprec.recipe import Cast
 from lowprec.spec import ROLES, Spec
+from lowprec.units import DTYPES
+from lowprec.units import quantize as quantize_fp8
 
 __all__ = ["LinearLike", "LowPrecLinear", "Memory", "Spec", "apply_linear", "plan_linear", "stored"]
 
@@ -92,6 +94,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: Spec, memory: Memory, *, advance: bool, keep: bool
 ) -> tuple[Tensor, list[Tensor | None], Operand]:
     """The output, what is to be kept of the input (values, scale, tensor scale), and the weight's operand."""
+    spec = spec.fitting(*x.shape, weight.shape[0])
     gemm, unit = spec.output, spec.units[0]
     if advance:
         if memory.step is not None:
@@ -101,29 +104,36 @@ def forward(
     kept: list[Tensor | None] = [None, None, None]
     mode = spec.keep if keep else ""
     shared = mode == "codes" and gemm.a == spec.grad_weight.b and orientation_free(gemm.a) and unit.kind != "int8"
-    operand = None
     if mode == "codes" and not shared:
-        cast = spec.grad_weight.b
-        assert cast is not None
-        delayed = memory.history is not None and cast.scale == "tensor"
-        scale = memory.history.scale[scaling.INPUT].clone() if delayed and memory.history is not None else None
-        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale, counters=memory.observer is not None)
-        kept = [parts.codes, parts.scale, parts.tensor_scale]
-        if memory.observer is not None and parts.counters is not None:
-            memory.observer.add(5, parts.counters, x.numel(), None)
+        kept = _codes(x, spec, memory, None)
     operand = _cast(x, gemm.a, -1, unit, spec, memory, 0, scaling.INPUT)
-    if shared:
-        cast = spec.grad_weight.b
-        assert cast is not None
-        scale = operand.scale if cast.scale == "tensor" else None
-        parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale)
-        kept = [parts.codes, parts.scale, parts.tensor_scale]
+    if shared and unit.kind == "fp8":
+        kept = [operand.values.view(torch.uint8), operand.scale, None]
+    elif shared:
+        kept = _codes(x, spec, memory, operand.scale)
     elif mode == "operand":
         kept = [operand.values, operand.scale, None]
     elif mode == "input":
         kept = [x, None, None]
     right = _weight(weight, spec, memory, few=x.shape[0] < _FEW_TOKENS, backward=False)
     return product(operand, right, unit, spec.dtype, bias, spec.accumulate), kept, right
+
+
+def _codes(x: Tensor, spec: Spec, memory: Memory, known: Tensor | None) -> list[Tensor | None]:
+    """The input cast for grad_weight, as codes and scales; `known` is its scale where the forward cast has found it."""
+    cast = spec.grad_weight.b
+    assert cast is not None
+    scale = known if cast.scale == "tensor" else None
+    if scale is None and memory.history is not None and cast.scale == "tensor":
+        scale = memory.history.scale[scaling.INPUT].clone()
+    if spec.units[2].kind == "fp8" and memory.observer is None:
+        codes, used = quantize_fp8(x, cast, -2, scale)
+        return [codes.view(torch.uint8), used if used.dim() == 0 else used.reshape(1, -1), None]
+    watched = memory.observer is not None and known is None
+    parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale, counters=watched)
+    if watched and parts.counters is not None:
+        memory.observer.add(5, parts.counters, x.numel(), None)
+    return [parts.codes, parts.scale, parts.tensor_scale]
 
 
 def _weight(weight: Tensor, spec: Spec, memory: Memory, *, few: bool, backward: bool) -> Operand:
@@ -161,6 +171,7 @@ def backward(
     sink: Any = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The three gradients (None where not needed)."""
+    spec = spec.fitting(*grad.shape, weight.shape[1])
     grad_input = grad_weight = grad_bias = None
     need_input, need_weight, need_bias = needs
     _, unit_i, unit_w = spec.units
@@ -200,6 +211,8 @@ def _kept_input(kept: tuple[Tensor | None, ...], spec: Spec, memory: Memory) -> 
     assert cast is not None and scale is not None
     if unit.kind == "int8":
         return Operand(values.view(torch.int8), -2, scale.reshape(-1))
+    if unit.kind == "fp8":
+        return Operand(values.view(DTYPES[cast.format]), -2, scale if scale.dim() == 0 else scale.reshape(-1))
     parts = scale_kernels.QuantizedParts(values, scale, tensor_scale, None, None)
     if unit.kind == "dequantised":
         return Operand(scale_kernels.dequantize(parts, cast, -2, torch.float32), -2)
@@ -212,7 +225,7 @@ def _grad_weight(a: Operand, b: Operand, unit: Engine, weight: Tensor, spec: Spe
     if sink is None:
         return product(a, b, unit, weight.dtype, None, spec.accumulate)
     by_row = b.scale is None or b.scale.numel() == 1
-    if unit.kind == "int8" or spec.accumulate != "fp32" or not by_row:
+    if unit.kind in ("int8", "fp8") or spec.accumulate != "fp32" or not by_row:
         dtype = torch.bfloat16 if unit.kind == "bf16" else torch.float32
         sink.add(product(a, b, unit, dtype, None, spec.accumulate))
     else:

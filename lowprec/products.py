@@ -13,6 +13,7 @@ exact in fp32):
 * ``bf16``   both exact in bf16 and the result wanted in bf16: one bf16 product with fp32 accumulation.
 * ``fp32``   the same with operands of more bits (fp16, tf32) or a result wanted in fp32, or where the CPU has no bf16
              dot product: one fp32 product.
+* ``fp8``    the same by a GPU's own FP8 units, where it has them (`lowprec.units`).
 * ``dequantised``  a scale along the contraction that is no power of two (fp32 scales in blocks), or a zero point: the
              operands' own values, rounded to fp32 once, and one fp32 product. The rounding costs 2^-24 a factor, as
              much as one addition of the accumulation does, and one large product is several times as fast as a partial
@@ -31,6 +32,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowprec import units
 from lowprec.formats import format as find_format
 from lowprec.kernels import cast as cast_kernels
 from lowprec.kernels import epilogue as epilogues
@@ -70,7 +72,7 @@ class Operand(NamedTuple):
 class Engine:
     """What computes a product, and the dtype its operands are carried in."""
 
-    kind: Literal["int8", "bf16", "fp32", "dequantised"]
+    kind: Literal["int8", "bf16", "fp8", "fp32", "dequantised"]
     words: str
 
     @property
@@ -80,8 +82,17 @@ class Engine:
 
 
 @functools.cache
-def engine(gemm: Gemm, compute: str, device: str, accumulate: str | Accumulator = "fp32") -> Engine:
+def engine(
+    gemm: Gemm, compute: str, device: str, accumulate: str | Accumulator = "fp32", hardware: bool = True
+) -> Engine:
     """The engine for a product of operands cast in this way.
+
+    Args:
+        gemm: the two casts.
+        compute: name of the compute dtype.
+        device: type of device.
+        accumulate: an accumulator model, or "fp32".
+        hardware: whether FP8 units may be used (their shapes are limited).
 
     >>> engine(Gemm(Cast("e4m3"), Cast("e4m3")), "bf16", "cuda").kind
     'bf16'
@@ -100,9 +111,15 @@ def engine(gemm: Gemm, compute: str, device: str, accumulate: str | Accumulator 
         return Engine("fp32", f"sums emulated: {accumulate}")
     if device == "cpu" and all(cast is not None and _plain_int8(cast) for cast in casts):
         return Engine("int8", f"int8 product into int32, exact ({where})")
+    why = ""
+    if device == "cuda" and compute == "bf16" and not units.fits(gemm):
+        has, why = units.usable(gemm, device)
+        if has and hardware:
+            return Engine("fp8", "FP8 product in hardware (cuda, scaled_mm); other shapes than multiples of 16 in bf16")
+        why = f", FP8 units: {why}" if why else ""
     if compute == "bf16" and all(_fits_bf16(cast) for cast in casts) and _has_bf16(device):
         cast_any = any(cast is not None for cast in casts)
-        return Engine("bf16", f"one bf16 product{', exact' if cast_any else ''} ({where})")
+        return Engine("bf16", f"one bf16 product{', exact' if cast_any else ''} ({where}{why})")
     return Engine("fp32", f"one fp32 product, exact ({where})")
 
 
@@ -167,6 +184,11 @@ def prepare(
         elif compute in ("bf16", "fp16"):
             x = x.to(COMPUTE[compute])
         return Operand(x.to(unit.dtype), axis), None
+    if unit.kind == "fp8" and not counters:
+        return Operand(*_placed(x, cast, axis, scale)), None
+    if unit.kind == "fp8":
+        parts = scale_kernels.quantize(x, cast, axis=axis, scale=scale, counters=True)
+        return Operand(parts.codes.view(units.DTYPES[cast.format]), axis, _flat(parts.scale)), parts.counters
     if unit.kind == "int8":
         parts = scale_kernels.quantize(x, cast, axis=axis, scale=scale, rng=rng, counters=counters)
         return Operand(parts.codes.view(torch.int8), axis, _flat(parts.scale)), parts.counters
@@ -175,6 +197,11 @@ def prepare(
         return Operand(scale_kernels.dequantize(parts, cast, axis, torch.float32), axis), parts.counters
     made = scale_kernels.carrier(x, cast, axis=axis, scale=scale, dtype=unit.dtype, rng=rng, counters=counters)
     return Operand(made.values, axis, _flat(made.scale)), made.counters
+
+
+def _placed(x: Tensor, cast: Cast, axis: int, scale: Tensor | None) -> tuple[Tensor, int, Tensor]:
+    codes, used = units.quantize(x, cast, axis, scale)
+    return codes, axis, used
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
@@ -203,6 +230,11 @@ def product(
     """
     if unit.kind == "int8" and a.values.device.type == "cpu":
         return _product_int8(a, b, dtype, bias)
+    if unit.kind == "fp8":
+        assert a.scale is not None and b.scale is not None
+        one, two = (units.along_rows(side.values, side.axis) for side in (a, b))
+        raw = units.scaled_product(one, a.scale, two, b.scale, dtype)
+        return raw.to(dtype) if bias is None else (raw.float() + bias.float()).to(dtype)
     left, right = a.rows, b.rows.t()
     if accumulate != "fp32":
         raw = importlib.import_module("lowprec.kernels.accumulate").matmul(left, right.t(), accumulate)

@@ -17,6 +17,7 @@ import torch
 from lowprec.formats import format as find_format
 from lowprec.products import COMPUTE, Engine, engine, orientation_free
 from lowprec.recipe import Accumulator, Cast, Delayed, Gemm, Recipe
+from lowprec.units import MULTIPLE
 
 __all__ = ["ROLES", "Spec"]
 
@@ -35,6 +36,7 @@ class Spec:
     accumulate: str | Accumulator = "fp32"
     codes: bool = False
     delayed: Delayed | None = None
+    hardware: bool = True
 
     @classmethod
     def of(cls, recipe: Recipe, device: str) -> Spec:
@@ -45,7 +47,7 @@ class Spec:
     def text(self) -> str:
         """The spec as a string that `Spec.parse` reads: what a compiled graph holds."""
         gemms = {role: [None if c is None else str(c) for c in (g.a, g.b)] for role, g in zip(ROLES, self.gemms)}
-        rest = {"compute": self.compute, "device": self.device, "codes": self.codes}
+        rest = {"compute": self.compute, "device": self.device, "codes": self.codes, "hardware": self.hardware}
         accumulate = self.accumulate if isinstance(self.accumulate, str) else dataclasses.asdict(self.accumulate)
         delayed = None if self.delayed is None else dataclasses.asdict(self.delayed)
         return json.dumps({**gemms, **rest, "accumulate": accumulate, "delayed": delayed})
@@ -67,7 +69,17 @@ class Spec:
 
     def unit(self, role: str) -> Engine:
         """The engine of one of the three products."""
-        return engine(getattr(self, role), self.compute, self.device, self.accumulate)
+        return engine(getattr(self, role), self.compute, self.device, self.accumulate, self.hardware)
+
+    def fitting(self, *sizes: int) -> Spec:
+        """This spec, or the one without FP8 units where a dimension is not a multiple of what they take."""
+        if not self._has_units or not any(size % MULTIPLE for size in sizes):
+            return self
+        return dataclasses.replace(self, hardware=False)
+
+    @functools.cached_property
+    def _has_units(self) -> bool:
+        return any(unit.kind == "fp8" for unit in self.units)
 
     @functools.cached_property
     def units(self) -> tuple[Engine, Engine, Engine]:
@@ -89,7 +101,7 @@ class Spec:
         if self.codes and bits <= 8 and cast.rounding != "stochastic" and not cast.hadamard:
             return "codes"
         shared = cast == self.output.a and orientation_free(cast) and cast.rounding != "stochastic"
-        return "operand" if shared and self.units[0].kind == self.units[2].kind else "input"
+        return "operand" if shared and self.device == "cpu" and self.units[0].kind == self.units[2].kind else "input"
 
     @functools.cached_property
     def one_weight(self) -> bool:
@@ -120,4 +132,5 @@ def _parse(text: str) -> Spec:
     accumulate, delayed = fields.pop("accumulate"), fields.pop("delayed")
     accumulate = accumulate if isinstance(accumulate, str) else Accumulator(**accumulate)
     rule = None if delayed is None else Delayed(**delayed)
-    return Spec(gemms[0], gemms[1], gemms[2], fields["compute"], fields["device"], accumulate, fields["codes"], rule)
+    codes, hardware = fields["codes"], fields["hardware"]
+    return Spec(gemms[0], gemms[1], gemms[2], fields["compute"], fields["device"], accumulate, codes, rule, hardware)
