@@ -50,6 +50,7 @@ _HANDLER_MODULES = [
     "lowprec.attention",
     "lowprec.losses",
     "lowprec.norms",
+    "lowprec.conv",
 ]
 # the same, where another package is loaded already: package module -> module with its handlers
 _OPTIONAL_HANDLERS = {"transformers.pytorch_utils": "lowprec.conv1d"}
