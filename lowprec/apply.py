@@ -51,6 +51,7 @@ _HANDLER_MODULES = [
     "lowprec.losses",
     "lowprec.norms",
     "lowprec.conv",
+    "lowprec.rnn",
 ]
 # the same, where another package is loaded already: package module -> module with its handlers
 _OPTIONAL_HANDLERS = {"transformers.pytorch_utils": "lowprec.conv1d"}

@@ -33,7 +33,7 @@ from lowprec.formats import format as find_format
 from lowprec.handlers import ModuleState, Row, Site, handles
 from lowprec.kernels import cast as cast_kernels
 from lowprec.kernels import scale as scale_kernels
-from lowprec.products import Engine, Operand, orientation_free, prepare, product
+from lowprec.products import Engine, Operand, least_exponent, orientation_free, prepare, product
 from lowprec.recipe import Cast
 from lowprec.spec import ROLES, Spec
 from lowprec.units import DTYPES
@@ -217,7 +217,8 @@ def _kept_input(kept: tuple[Tensor | None, ...], spec: Spec, memory: Memory) -> 
     if unit.kind == "dequantised":
         return Operand(scale_kernels.dequantize(parts, cast, -2, torch.float32), -2)
     made = scale_kernels.carrier_from_codes(parts, cast, axis=-2, dtype=unit.dtype)
-    return Operand(made.values, -2, None if made.scale is None else made.scale.reshape(-1))
+    left = None if made.scale is None else made.scale.reshape(-1)
+    return Operand(made.values, -2, left, least_exponent(cast))
 
 
 def _grad_weight(a: Operand, b: Operand, unit: Engine, weight: Tensor, spec: Spec, sink: Any) -> Tensor | None:

@@ -25,7 +25,6 @@ An accumulator model (`Recipe.accumulate`) takes the operands of the fp32 engine
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from lowprec import units
 from lowprec.formats import format as find_format
+from lowprec.kernels import accumulate as accumulators
 from lowprec.kernels import cast as cast_kernels
 from lowprec.kernels import epilogue as epilogues
 from lowprec.kernels import scale as scale_kernels
@@ -52,11 +52,13 @@ class Operand(NamedTuple):
         values: the matrix, in the layout of the tensor it came from.
         axis: the axis it is contracted over, -1 or -2.
         scale: what multiplies it: None (1), a 0-d tensor, or a vector along the other axis.
+        least: the exponent its subnormal values are stored with (accumulator models align by exponents).
     """
 
     values: Tensor
     axis: int
     scale: Tensor | None = None
+    least: int = accumulators.LEAST
 
     @property
     def rows(self) -> Tensor:
@@ -65,7 +67,7 @@ class Operand(NamedTuple):
 
     def turned(self) -> Operand:
         """The same values contracted over the other axis (only where the cast has no orientation)."""
-        return Operand(self.values, -3 - self.axis, self.scale)
+        return Operand(self.values, -3 - self.axis, self.scale, self.least)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,13 @@ def prepare(
         parts = scale_kernels.quantize(x, cast, axis=axis, scale=scale, rng=rng, counters=counters)
         return Operand(scale_kernels.dequantize(parts, cast, axis, torch.float32), axis), parts.counters
     made = scale_kernels.carrier(x, cast, axis=axis, scale=scale, dtype=unit.dtype, rng=rng, counters=counters)
-    return Operand(made.values, axis, _flat(made.scale)), made.counters
+    return Operand(made.values, axis, _flat(made.scale), least_exponent(cast)), made.counters
+
+
+def least_exponent(cast: Cast) -> int:
+    """The smallest exponent of a cast's values as a carrier holds them: the format's, unless scales are folded in."""
+    folded = cast.scale == "block" or (cast.power_of_two and cast.scale != "none")
+    return accumulators.LEAST if folded else accumulators.least_exponent(cast.format)
 
 
 def _placed(x: Tensor, cast: Cast, axis: int, scale: Tensor | None) -> tuple[Tensor, int, Tensor]:
@@ -237,7 +245,7 @@ def product(
         return raw.to(dtype) if bias is None else (raw.float() + bias.float()).to(dtype)
     left, right = a.rows, b.rows.t()
     if accumulate != "fp32":
-        raw = importlib.import_module("lowprec.kernels.accumulate").matmul(left, right.t(), accumulate)
+        raw = accumulators.matmul(left, right.t(), accumulate, least=(a.least, b.least))
         return epilogues.scaled(raw, a.scale, b.scale, bias, dtype)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if unit.kind == "bf16" and dtype == torch.bfloat16 and all(s.dim() == 0 or s.numel() == 1 for s in scales):

@@ -93,8 +93,8 @@ class Accumulator:
     def __post_init__(self) -> None:
         if not (notation.is_count(self.k_step) and self.k_step <= 256):
             raise ValueError(f"accumulator: k_step must be 1 to 256 products, got {self.k_step}")
-        if not (notation.is_count(self.fraction_bits) and self.fraction_bits <= 48):
-            raise ValueError(f"accumulator: fraction_bits must be 1 to 48, got {self.fraction_bits}")
+        if not (notation.is_count(self.fraction_bits) and self.fraction_bits <= 43):
+            raise ValueError(f"accumulator: fraction_bits must be 1 to 43, got {self.fraction_bits}")
         if not (notation.is_count(self.output_mantissa) and self.output_mantissa <= 23):
             raise ValueError(f"accumulator: output_mantissa must be 1 to 23, got {self.output_mantissa}")
         if self.promote_every and (not notation.is_count(self.promote_every) or self.promote_every % self.k_step):

@@ -25,6 +25,7 @@ NB_MODULE(_native, m) {
     return false;
   });
   bind_block(m);
+  bind_accumulate(m);
   bind_cast(m);
   bind_epilogue(m);
   bind_optim(m);
