@@ -36,11 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lowprec import linear, scaling
+from lowprec import scaling
 from lowprec.handlers import ModuleState, Row, Site, handles
 from lowprec.kernels import epilogue as epilogues
 from lowprec.kernels import scale as scale_kernels
-from lowprec.linear import LowPrecLinear, Memory, Spec
+from lowprec.linear import _NOTHING, LowPrecLinear, Memory, Spec, _advance, _cast
 from lowprec.products import Engine
 from lowprec.recipe import Cast, Gemm, Recipe
 from lowprec.spec import ROLES
@@ -116,11 +116,11 @@ def _cast_data(
 ) -> _Part:
     """Cast the input or grad_output; ``positions``: for grad_weight, whose sums run over samples and positions."""
     if cast is None:
-        return _Part(linear._cast(x, None, -1, unit, spec, memory, role, index).values, None)
+        return _Part(_cast(x, None, -1, unit, spec, memory, role, index).values, None)
     channels = _by_channel(cast, positions)
     matrix, last = _as_matrix(x, channels)
     axis = -2 if positions and channels else -1
-    made = linear._cast(matrix, cast, axis, unit, spec, memory, role, index)
+    made = _cast(matrix, cast, axis, unit, spec, memory, role, index)
     return _Part(_from_matrix(made.values, x.shape, last), made.scale)
 
 
@@ -143,14 +143,14 @@ def _cast_weight(
 ) -> _Part:
     """Cast the weight for sums over one of its first two axes and the taps."""
     if cast is None:
-        return _Part(linear._cast(weight, None, -1, unit, spec, memory, role, scaling.WEIGHT).values, None)
+        return _Part(_cast(weight, None, -1, unit, spec, memory, role, scaling.WEIGHT).values, None)
     arranged, order, trailing = _arrange(weight, cast, contracted, groups)
     rows = arranged.shape[2]
     block = cast.block[0] if cast.block is not None else 1
     padded = arranged if trailing == 2 or rows % block == 0 else F.pad(arranged, (0, 0, 0, -rows % block))
     padded = padded.contiguous()
     columns = math.prod(padded.shape[-trailing:])
-    made = linear._cast(padded.view(-1, columns), cast, -1, unit, spec, memory, role, scaling.WEIGHT)
+    made = _cast(padded.view(-1, columns), cast, -1, unit, spec, memory, role, scaling.WEIGHT)
     values = made.values.view(padded.shape)
     if padded.shape != arranged.shape:
         values = values[:, :, :rows]
@@ -207,8 +207,8 @@ def forward(
     if advance:
         if memory.step is not None:
             memory.step.add_(1)
-        linear._advance(memory, spec, scaling.INPUT, gemm.a)
-        linear._advance(memory, spec, scaling.WEIGHT, gemm.b)
+        _advance(memory, spec, scaling.INPUT, gemm.a)
+        _advance(memory, spec, scaling.WEIGHT, gemm.b)
     kept: list[Tensor | None] = [x, None, None]
     cast = spec.grad_weight.b
     if codes and cast is not None:
@@ -240,7 +240,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The three gradients; ``like`` has the input's shape, format and dtype (its data is not read)."""
     gx = gw = gb = None
-    linear._advance(memory, spec, scaling.OUTPUT_GRADIENT, spec.grad_input.a or spec.grad_weight.a)
+    _advance(memory, spec, scaling.OUTPUT_GRADIENT, spec.grad_input.a or spec.grad_weight.a)
     if needs[0]:
         unit = _unit(spec, 1)
         dy = _cast_data(grad, spec.grad_input.a, False, unit, spec, memory, 2, scaling.OUTPUT_GRADIENT)
@@ -345,7 +345,7 @@ def apply_conv(
     bias: Tensor | None,
     geometry: Geometry,
     spec: Spec,
-    memory: Memory = linear._NOTHING,
+    memory: Memory = _NOTHING,
     advance: bool = True,
     sink: Any = None,
 ) -> Tensor:
