@@ -32,6 +32,7 @@ from lowprec import scaling
 from lowprec.formats import format as find_format
 from lowprec.handlers import ModuleState, Row, Site, handles
 from lowprec.kernels import cast as cast_kernels
+from lowprec.kernels import norm as norm_kernels
 from lowprec.kernels import scale as scale_kernels
 from lowprec.products import Engine, Operand, least_exponent, orientation_free, prepare, product
 from lowprec.recipe import Cast
@@ -195,7 +196,7 @@ def backward(
         right = _kept_input(kept, spec, memory)
         grad_weight = _grad_weight(for_weight, right, unit_w, weight, spec, sink)
     if need_bias:
-        grad_bias = _column_sum(grad)
+        grad_bias = norm_kernels.column_sum(grad)
     return grad_input, grad_weight, grad_bias
 
 
@@ -233,10 +234,6 @@ def _grad_weight(a: Operand, b: Operand, unit: Engine, weight: Tensor, spec: Spe
         scales = [s for s in (a.scale, b.scale) if s is not None]
         sink.add_product(a.values, b.values, functools.reduce(torch.mul, scales) if scales else None)
     return None
-
-
-def _column_sum(grad: Tensor) -> Tensor:
-    return grad.sum(0, dtype=torch.float32)
 
 
 class _Linear(torch.autograd.Function):
