@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from lowprec import scaling
 from lowprec.formats import format as find_format
-from lowprec.handlers import ModuleState, Row, Site, handles
+from lowprec.handlers import ModuleState, Row, Site, describe_gemm, handles
 from lowprec.kernels import cast as cast_kernels
 from lowprec.kernels import norm as norm_kernels
 from lowprec.kernels import scale as scale_kernels
@@ -294,9 +294,24 @@ def plan_linear(site: Site, handler: type[Any]) -> Row | str:
     special = recipe.compute in ("fp16", "tf32") or recipe.weights == "fp8" or recipe.gradients == "fp8"
     if not casts and not special and recipe.accumulate == "fp32":
         return f"no cast to make: runs in {recipe.compute} by the op policy"
+    if site.strict:
+        _refuse_emulation(site, spec)
     words = [spec.unit(role).words for role in ROLES]
     carrier = words[0] if len(set(words)) == 1 else "; ".join(f"{r}: {w}" for r, w in zip(ROLES, words))
     return site.row(handler, carrier=carrier)
+
+
+def _refuse_emulation(site: Site, spec: Spec) -> None:
+    """Raise if a product would be emulated on this device."""
+    for role, gemm, unit in zip(ROLES, spec.gemms, spec.units):
+        cast_any = gemm.a is not None or gemm.b is not None
+        slow_16 = site.device.type == "cpu" and spec.compute in ("fp16", "tf32")
+        if unit.kind not in ("int8", "fp8") and (cast_any or slow_16 or spec.accumulate != "fp32"):
+            raise ValueError(
+                f"{site.name or 'the model'} ({role}): {site.device.type} here cannot compute "
+                f"{describe_gemm(gemm, spec.compute)} itself. Leave strict off to have it emulated, or pass "
+                f"skip=[{site.name!r}]."
+            )
 
 
 class LinearLike:

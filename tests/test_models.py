@@ -294,3 +294,13 @@ def test_functions() -> None:
         lp.linear(a, b.t(), recipe="fp8-delayed")
     with pytest.raises(ValueError, match="contracts over"):
         lp.linear(a, b, recipe="fp8")
+
+
+def test_strict_refuses_what_is_emulated() -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"0 \(output\): cpu here cannot compute e4m3.*Leave strict off.*skip=\['0'\]"):
+        lp.plan(net, "fp8", strict=True)
+    with pytest.raises(ValueError, match="cannot compute fp16 x fp16"):
+        lp.plan(net, "fp16", strict=True)
+    assert lp.plan(net, "int8", strict=True).converted
+    assert not lp.plan(net, "fp8", strict=True, skip=["0"]).converted
