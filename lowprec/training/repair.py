@@ -16,7 +16,7 @@ A first moment is set to zero (no memory), a second moment to the largest of its
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,9 +60,17 @@ def tell(repaired: tuple[str, ...]) -> None:
         )
 
 
-def weights(optimizer: PreparedOptimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of weights that are not finite, and what was done about each."""
-    params = [p for p in optimizer.gradients.params() if _local(p).dtype in _FLOATS]
+def weights(
+    optimizer: PreparedOptimizer, among: Iterable[torch.Tensor] | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of weights that are not finite, and what was done about each.
+
+    Args:
+        optimizer: whose weights.
+        among: which of them to look at; None for all.
+    """
+    given = optimizer.gradients.params() if among is None else among
+    params = [p for p in given if _local(p).dtype in _FLOATS]
     if not params:
         return (), ()
     stats = tensor_stats([_local(p) for p in params])

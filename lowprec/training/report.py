@@ -28,7 +28,7 @@ class StepReport:
         embedding_norm: norm of the embedding gradients where they are clipped apart.
         clipped: whether gradients were made smaller.
         inf: names of tensors whose gradient held Inf.
-        nan: names of tensors whose gradient held NaN.
+        nan: names of tensors whose gradient held NaN, or of weights found not to be finite.
         repaired: names of weights or optimizer states in which non-finite values were replaced, with how.
         micro_batches: calls of `backward` in this step.
         batches: what those calls were given as `batch` (their count since the start where they were given none).

@@ -422,7 +422,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     group["lr"] = lr
         repaired += repair.states_after(self.inner, self.gradients.name)
         repair.tell(repaired)
-        return dataclasses.replace(report, clipped=clipped, repaired=repaired)
+        left = getattr(self.inner, "nonfinite", {})
+        bad, mended = repair.weights(self, left) if left else ((), ())
+        return dataclasses.replace(report, clipped=clipped, nan=bad, repaired=repaired + mended)
 
     def _factors(self, report: StepReport) -> tuple[tuple[float, float], tuple[float, float]]:
         """(factor, its clipping part) of ordinary and of embedding gradients."""
