@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <atomic>
+#include <initializer_list>
 
 namespace lowprec {
 namespace {
