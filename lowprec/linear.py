@@ -252,6 +252,7 @@ class _Linear(torch.autograd.Function):
         ctx.operand_scale = operand.scale if hold else None
         ctx.save_for_backward(*kept, weight, operand.values if hold else None)
         ctx.spec, ctx.memory, ctx.sink = spec, memory, sink
+        ctx.weight_scale = getattr(weight, "_lowprec_scale", None)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return output.view(*x.shape[:-1], weight.shape[0])
@@ -260,6 +261,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         *kept, weight, carried = ctx.saved_tensors
+        if ctx.weight_scale is not None:  # activation checkpointing hands back a detached weight, without attributes
+            weight._lowprec_scale = ctx.weight_scale
         held = None if carried is None else Operand(carried, -1, ctx.operand_scale)
         flat = grad.reshape(-1, weight.shape[0])
         needs = ctx.needs_input_grad[:3]

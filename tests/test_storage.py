@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import lowprec as lp
@@ -82,3 +83,23 @@ def test_restore() -> None:
     storage.restore(model)
     assert model[0].weight.dtype == torch.float32 and torch.equal(model[0].weight, value)
     assert "0.weight_scale" not in model.state_dict() and gradients.sink(model[0].weight) is None
+
+
+def test_checkpointed_layers_train_with_fp8_weights() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    lp.apply(layer, "msamp-O3")
+    storage.convert(layer, lp.recipe("msamp-O3"))
+    optimizer = AdamW(layer.parameters(), lr=1e-2, states=("fp8", "fp16"), master="fp16", update="stochastic")
+    x = torch.randn(32, 64)
+    losses = []
+    for _ in range(30):
+        out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        loss = (out.float() - x).square().mean()
+        loss.backward()
+        assert layer[0].weight.grad is None and gradients.sink(layer[0].weight).filled
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert layer[0].weight.dtype == torch.float8_e4m3fn
