@@ -24,7 +24,8 @@ DATA = HERE / "figures" / "compare.json"
 
 def block(result: dict[str, Any]) -> str:
     """What stands between the marks."""
-    return f"<!-- figures -->\n```text\n{table.render(result)}\n```\n<!-- /figures -->"
+    shown = "![Speed against change of the loss, a dot a recipe](docs/figures/compare.svg)"
+    return f"<!-- figures -->\n```text\n{table.render(result)}\n```\n\n{shown}\n<!-- /figures -->"
 
 
 def put(text: str, result: dict[str, Any]) -> str:
