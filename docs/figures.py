@@ -3,8 +3,8 @@
     lowprec compare --json docs/figures/compare.json
     python docs/figures.py
 
-The table between ``<!-- figures -->`` and ``<!-- /figures -->`` in every README is written anew from that file, and so is
-the picture `docs/figures/compare.svg`: speed against torch fp32 across, change of the loss upwards.
+The table between ``<!-- figures -->`` and ``<!-- /figures -->`` in every README is written anew from that file, and so
+is the picture `docs/figures/compare.svg`: speed against torch fp32 across, change of the loss upwards.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def picture(result: dict[str, Any]) -> str:
         f'<line x1="{pad}" y1="{pad / 2}" x2="{pad}" y2="{height - pad}"/>',
         f'<text x="{width / 2}" y="{height - 12}" text-anchor="middle">times the speed of torch fp32</text>',
         f'<text x="14" y="{height / 2}" text-anchor="middle" transform="rotate(-90 14 {height / 2})">'
-        f'validation loss against {result["baseline"]}, %</text>',
+        f"validation loss against {result['baseline']}, %</text>",
     ]
     parts += [f'<text x="{px(x):.1f}" y="{height - pad + 18}">{x}</text>' for x in range(1, int(right) + 1)]
     for index, (row, x, y) in enumerate(zip(rows, xs, ys)):

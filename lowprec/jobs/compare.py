@@ -46,7 +46,7 @@ class Settings:
     hyper: Hyper = field(default_factory=Hyper)
     seeds: tuple[int, ...] = (0,)
     eval_every: int = 50
-    observe: int = 20
+    observe: int = 8
     device: str = "cpu"
 
 
