@@ -32,6 +32,7 @@ _PUBLIC: dict[str, str] = {
     "cross_entropy": "lowprec.losses",
     "layer_norm": "lowprec.norms",
     "rms_norm": "lowprec.norms",
+    "keep_heap": "lowprec.heap",
     "cast": "lowprec.casts",
     "casts": "lowprec.casts",
     "Format": "lowprec.formats",
