@@ -24,9 +24,14 @@ import torch
 
 from lowprec.errors import LowprecWarning, unknown_name
 
-__all__ = ["BACKENDS", "available", "backend", "native_core", "native_topic", "pick", "use"]
+__all__ = ["BACKENDS", "REFERENCE_ONLY", "available", "backend", "native_core", "native_topic", "pick", "use"]
 
 BACKENDS = ("native", "reference")
+
+# What the native core leaves to the reference, by topic: no other function may be missing from it.
+REFERENCE_ONLY: dict[str, tuple[str, ...]] = {
+    "cast": ("block_amax", "hadamard16", "pack", "tensor_stats", "transpose", "unpack"),
+}
 
 _core: ModuleType | None = None
 _reason = ""
@@ -91,16 +96,19 @@ def pick(tensor: torch.Tensor, native: ModuleType, reference: ModuleType) -> Mod
 
 
 def native_topic(name: str, reference: ModuleType) -> ModuleType:
-    """The native module of a topic; what it does not have yet is the reference's (a test lists what is missing)."""
+    """The native module of a topic (the reference's, where there is no core), complete or said to be incomplete.
+
+    Raises:
+        RuntimeError: if a function is neither in the native module nor listed in `REFERENCE_ONLY`.
+    """
     if _core is None:
         return reference
-    try:
-        found = importlib.import_module(f"lowprec.kernels.native.{name}")
-    except ImportError:
-        return reference
-    for function in reference.__all__:
-        if not hasattr(found, function):
-            setattr(found, function, getattr(reference, function))
+    found = importlib.import_module(f"lowprec.kernels.native.{name}")
+    missing = [f for f in reference.__all__ if callable(getattr(reference, f)) and not hasattr(found, f)]
+    for function in missing:
+        if function not in REFERENCE_ONLY.get(name, ()):
+            raise RuntimeError(f"lowprec.kernels.native.{name} lacks {function}, which the reference has")
+        setattr(found, function, getattr(reference, function))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import subprocess
 import sys
@@ -190,6 +191,16 @@ def test_a_name_registered_anew_means_the_new_format(backend: str) -> None:
         assert first.tolist() == [[1.5, 3.0]] and second.tolist() == [[1.25, 3.0]]
     finally:
         unregister_format("e3m1-test")
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no native core")
+@pytest.mark.parametrize("topic", ["cast", "scale"])
+def test_what_the_native_core_leaves_to_the_reference_is_listed(topic: str) -> None:
+    importlib.import_module(f"lowprec.kernels.{topic}")
+    native, reference = (importlib.import_module(f"lowprec.kernels.{b}.{topic}") for b in ("native", "reference"))
+    listed = kernels.REFERENCE_ONLY.get(topic, ())
+    functions = [name for name in reference.__all__ if callable(getattr(reference, name))]
+    assert {name for name in functions if getattr(native, name) is getattr(reference, name)} == set(listed)
 
 
 def test_import_loads_no_torch() -> None:
