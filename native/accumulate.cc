@@ -6,7 +6,13 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <vector>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace lowprec::LOWPREC_ISA {
 namespace {
@@ -47,41 +53,79 @@ void pack(const Accumulate& p, size_t first, Panel& panel) {
   }
 }
 
+typedef int32_t I16 __attribute__((vector_size(64)));
+typedef int64_t L8 __attribute__((vector_size(64)));
+typedef double D8 __attribute__((vector_size(64)));
+typedef float F8 __attribute__((vector_size(32)));
+typedef int32_t I8 __attribute__((vector_size(32)));
+
+inline D8 truncated(D8 x) {
+#ifdef __AVX512F__
+  return reinterpret_cast<D8>(
+      _mm512_roundscale_pd(reinterpret_cast<__m512d>(x), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
+#else
+  for (int j = 0; j < 8; ++j) x[j] = std::trunc(x[j]);
+  return x;
+#endif
+}
+
+inline D8 powers(L8 exponent) { return reinterpret_cast<D8>((exponent + 1023) << 52); }  // of normal doubles
+
+template <typename V, typename T>
+inline V load(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// Sixteen sums as two halves.
+struct Sums {
+  D8 half[2];
+};
+
+inline L8 exponents(D8 sum) {
+  const L8 e = ((reinterpret_cast<L8>(sum) >> 52) & 0x7FF) - 1023;
+  const L8 least = e < -126 ? L8{} - 126 : e;
+  return sum == 0.0 ? L8{} + kNone : least;
+}
+
 // One partial sum: the products of elements k0 to k1 and the sum so far, aligned, truncated and added.
 inline void step(const Accumulate& p, const float* a, const int* ea, const Panel& panel, size_t k0, size_t k1,
-                 double* sum) {
-  int top[kColumns];
-  double scale[kColumns], total[kColumns];
-  for (size_t j = 0; j < kColumns; ++j) {
-    const int e = static_cast<int>((std::bit_cast<uint64_t>(sum[j]) >> 52) & 0x7FF) - 1023;
-    top[j] = sum[j] == 0.0 ? kNone : std::max(e, -126);
-  }
+                 Sums& sums) {
+  I16 top = I16{} + kNone;
   for (size_t k = k0; k < k1; ++k) {
-    const int* e = &panel.exponents[k * kColumns];
-    for (size_t j = 0; j < kColumns; ++j) top[j] = std::max(top[j], ea[k] + e[j]);
+    const I16 e = load<I16>(&panel.exponents[k * kColumns]) + ea[k];
+    top = top > e ? top : e;
   }
-  for (size_t j = 0; j < kColumns; ++j) {
-    top[j] = std::clamp(top[j], -900, 900);
-    scale[j] = power_of_two(p.fraction - top[j]);
-    total[j] = std::trunc(sum[j] * scale[j]);
+  I8 part[2];
+  std::memcpy(part, &top, sizeof part);
+  L8 tops[2];
+  D8 scale[2], total[2];
+  for (int h = 0; h < 2; ++h) {
+    const L8 products = __builtin_convertvector(part[h], L8), before = exponents(sums.half[h]);
+    L8 t = products > before ? products : before;
+    t = t < -900 ? L8{} - 900 : t;
+    tops[h] = t > 900 ? L8{} + 900 : t;
+    scale[h] = powers(p.fraction - tops[h]);
+    total[h] = truncated(sums.half[h] * scale[h]);
   }
   for (size_t k = k0; k < k1; ++k) {
     const float* b = &panel.values[k * kColumns];
     const double factor = a[k];
-    for (size_t j = 0; j < kColumns; ++j)
-      total[j] += std::trunc((factor * static_cast<double>(b[j])) * scale[j]);
+    total[0] += truncated((__builtin_convertvector(load<F8>(b), D8) * factor) * scale[0]);
+    total[1] += truncated((__builtin_convertvector(load<F8>(b + 8), D8) * factor) * scale[1]);
   }
-  const uint64_t keep = ~((uint64_t{1} << (52 - p.mantissa)) - 1);
+  const int64_t keep = ~((int64_t{1} << (52 - p.mantissa)) - 1);
   const double tiny = power_of_two(126 + p.mantissa), grid = power_of_two(-126 - p.mantissa);
-  for (size_t j = 0; j < kColumns; ++j) {
-    const double value = total[j] * power_of_two(top[j] - p.fraction);
-    const double size = std::fabs(value);
-    const double normal = std::bit_cast<double>(std::bit_cast<uint64_t>(value) & keep);
-    const double subnormal = std::trunc(value * tiny) * grid;
-    double made = size < 0x1p-126 ? subnormal : normal;
-    made = size >= 0x1p128 ? std::copysign(INFINITY, value) : made;
-    made = made == 0.0 ? 0.0 : made;
-    sum[j] = std::fabs(sum[j]) == INFINITY ? sum[j] : made;
+  const D8 infinite = D8{} + INFINITY;
+  for (int h = 0; h < 2; ++h) {
+    const D8 value = total[h] * powers(tops[h] - p.fraction);
+    const L8 bits = reinterpret_cast<L8>(value), sign = bits & INT64_MIN;
+    const D8 size = reinterpret_cast<D8>(bits & INT64_MAX), before = sums.half[h];
+    D8 made = size < 0x1p-126 ? truncated(value * tiny) * grid : reinterpret_cast<D8>(bits & keep);
+    made = size >= 0x1p128 ? reinterpret_cast<D8>(reinterpret_cast<L8>(infinite) | sign) : made;
+    made = made == 0.0 ? D8{} : made;
+    sums.half[h] = reinterpret_cast<D8>(reinterpret_cast<L8>(before) & INT64_MAX) == infinite ? before : made;
   }
 }
 
@@ -95,17 +139,19 @@ float plain(const Accumulate& p, const float* a, const float* b) {
 void block(const Accumulate& p, const Panel& panel, size_t i, size_t first, const int* ea, bool finite) {
   const float* a = p.a + i * p.depth;
   const size_t width = std::min(kColumns, p.columns - first);
-  double sum[kColumns] = {};
+  Sums sums = {};
   float high[kColumns] = {};
+  double sum[kColumns];
   const size_t stride = static_cast<size_t>(p.step);
   for (size_t k = 0; k < p.depth; k += stride) {
-    step(p, a, ea, panel, k, std::min(k + stride, p.depth), sum);
-    if (p.promote && (k + stride) % p.promote == 0)
-      for (size_t j = 0; j < kColumns; ++j) {
-        high[j] += static_cast<float>(sum[j]);
-        sum[j] = 0.0;
-      }
+    step(p, a, ea, panel, k, std::min(k + stride, p.depth), sums);
+    if (p.promote && (k + stride) % p.promote == 0) {
+      std::memcpy(sum, &sums, sizeof sum);
+      for (size_t j = 0; j < kColumns; ++j) high[j] += static_cast<float>(sum[j]);
+      sums = {};
+    }
   }
+  std::memcpy(sum, &sums, sizeof sum);
   float* out = p.out + i * p.columns + first;
   for (size_t j = 0; j < width; ++j) {
     out[j] = p.promote ? high[j] + static_cast<float>(sum[j]) : static_cast<float>(sum[j]);

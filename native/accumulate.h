@@ -9,9 +9,9 @@
 namespace lowprec {
 
 struct Accumulate {
-  const float* a;        // [rows, depth]
-  const float* b;        // [columns, depth]
-  float* out;            // [rows, columns]
+  const float* a;  // [rows, depth]
+  const float* b;  // [columns, depth]
+  float* out;      // [rows, columns]
   size_t rows, columns, depth;
   int least_a, least_b;  // smallest exponents: below, operands are subnormal and keep this exponent
   int step;              // products aligned at once
