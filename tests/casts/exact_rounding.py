@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,14 +53,41 @@ def random_bits(index: int, seed: int, step: int, tensor: int, bits: int) -> int
     return words[place] >> (32 - bits)
 
 
+class Place(NamedTuple):
+    """Where values stand in a format's table: the code below, the distances to both neighbours, and what is beyond."""
+
+    low: np.ndarray
+    below: np.ndarray
+    above: np.ndarray
+    beyond: np.ndarray
+    outside: np.ndarray
+
+
+def locate(x: np.ndarray, fmt: Format) -> Place:
+    """Search the table (once, where the same values are rounded in several ways)."""
+    grid = table(fmt)
+    a = np.where(np.isnan(x), 0.0, np.abs(x))
+    beyond = a >= grid[-1]
+    a = np.where(beyond, grid[-1], a)
+    low = np.clip(np.searchsorted(grid, a, side="right") - 1, 0, len(grid) - 2)
+    return Place(low, a - grid[low], grid[low + 1] - a, beyond, a < grid[0])
+
+
 def expected(
-    x: np.ndarray, fmt: Format, rounding: str, overflow: str, random: np.ndarray | None = None, bits: int = 32
+    x: np.ndarray,
+    fmt: Format,
+    rounding: str,
+    overflow: str,
+    random: np.ndarray | None = None,
+    bits: int = 32,
+    place: Place | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes of float64 values and where the result is NaN (the code there is the format's NaN, or 0)."""
     nan = np.isnan(x)
     if fmt.kind == "binary":
         return np.where(nan, 0, x < 0).astype(np.int64), nan
-    magnitude, over = _magnitude(x, fmt, rounding, random, bits)
+    place = locate(x, fmt) if place is None else place
+    magnitude, over = _magnitude(x, place, fmt, rounding, random, bits)
     negative = np.signbit(x) & ~nan
     infinite = np.isinf(x)
     stops = {"toward-zero": True, "up": negative, "down": ~negative}.get(rounding, False) & ~infinite
@@ -81,16 +109,11 @@ def expected(
 
 
 def _magnitude(
-    x: np.ndarray, fmt: Format, rounding: str, random: np.ndarray | None, bits: int
+    x: np.ndarray, place: Place, fmt: Format, rounding: str, random: np.ndarray | None, bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Code without sign, and where the rounded value is past the largest (infinities too)."""
     grid = table(fmt)
-    a = np.where(np.isnan(x), 0.0, np.abs(x))
-    beyond = a >= grid[-1]
-    a = np.where(beyond, grid[-1], a)
-    low = np.clip(np.searchsorted(grid, a, side="right") - 1, 0, len(grid) - 2)
-    below, above = a - grid[low], grid[low + 1] - a
-    outside = a < grid[0]  # under the smallest value of a format without zero
+    low, below, above, beyond, outside = place  # outside: under the smallest value of a format without zero
     inexact = (below != 0) & ~outside
     if rounding == "nearest":
         up = (below > above) | ((below == above) & (low % 2 == 1))
