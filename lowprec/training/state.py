@@ -224,18 +224,21 @@ def _load_training(optimizer: PreparedOptimizer, saved: Mapping[str, Any]) -> No
 
 
 def _gradient_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Gradients that have gathered and wait for a step; none straight after one."""
-    if not isinstance(optimizer, PreparedOptimizer) or optimizer.window.stepped or not optimizer.window.micro:
+    """Gradients that have gathered and wait for a step, and how many random draws each store has made."""
+    if not isinstance(optimizer, PreparedOptimizer):
         return {"grads": {}, "sums": {}, "sinks": {}}
+    waiting = bool(optimizer.window.micro) and not optimizer.window.stepped
     params = list(enumerate(optimizer.gradients.params()))
     sums = optimizer.gradients.sums
+    stores = [(str(i), store) for i, p in params if (store := sink(p)) is not None]
     return {
-        "grads": {str(i): p.grad for i, p in params if p.grad is not None},
-        "sums": {str(i): sums[p] for i, p in params if p in sums},
+        "grads": {str(i): p.grad for i, p in params if waiting and p.grad is not None},
+        "sums": {str(i): sums[p] for i, p in params if waiting and p in sums},
         "sinks": {
-            str(i): {name: getattr(s, name) for name in _SINK}
-            for i, p in params
-            if (s := sink(p)) is not None and s.filled
+            i: {name: getattr(s, name) for name in _SINK}
+            if waiting and s.filled
+            else {"codes": None, "scale": None, "filled": False, "draws": s.draws}
+            for i, s in stores
         },
     }
 
