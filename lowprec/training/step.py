@@ -21,7 +21,6 @@ optimizer. It holds several loss scales where several losses are named.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,14 +40,16 @@ from lowprec.training.guard import Guard, GuardState
 from lowprec.training.ranks import Ranks
 from lowprec.training.report import StepOptions, StepReport
 from lowprec.training.schedule import Watch
+from lowprec.training.update import factors, update
 from lowprec.training.window import Window
+from lowprec.training.wrapper import Wrapper
 
 __all__ = ["PreparedOptimizer"]
 
 DEFAULT_LOSS = "loss"
 
 
-class PreparedOptimizer(torch.optim.Optimizer):
+class PreparedOptimizer(Wrapper):
     """What `lowprec.prepare` returns in place of an optimizer.
 
     Args:
@@ -63,7 +64,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     _lowprec_prepared = True
     recipe: Recipe | None = None
-    inner: torch.optim.Optimizer | None = None
 
     def __init__(
         self,
@@ -75,8 +75,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         ranks: Ranks | None = None,
         original: torch.optim.Optimizer | None = None,
     ) -> None:
-        super().__init__(list(inner.param_groups), inner.defaults)
-        self.inner = inner
+        super().__init__(inner)
         self.models = models
         self.options = options or StepOptions()
         self.scales: dict[str, scaling.ScaleState] = {DEFAULT_LOSS: scale}
@@ -87,57 +86,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.window = Window()
         self.lost = 0  # steps skipped in a row, whatever the reason
         self._original = original if original is not inner else None
-        self._takes_factor = "grad_factor" in inspect.signature(type(inner).step).parameters
         self._watch = Watch()
         self._told_collapse = False
         self._at_floor: scaling.LossScaleCollapseError | None = None
-
-    # -- one optimizer with the inner one --------------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the inner optimizer: the same dicts."""
-        return self.inner.param_groups if self.inner is not None else []
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self.inner is not None:
-            self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The states of the inner optimizer: the same dict."""
-        return self.inner.state if self.inner is not None else {}
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self.inner is not None:
-            self.inner.state = state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to train."""
-        if self.inner is not None:
-            self.inner.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict; `lowprec.state_dict` has the loss scale and all the rest too."""
-        assert self.inner is not None
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the inner optimizer."""
-        assert self.inner is not None
-        self.inner.load_state_dict(state_dict)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook that runs before each step that is taken."""
-        assert self.inner is not None
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register a hook that runs after each step that was taken."""
-        assert self.inner is not None
-        return self.inner.register_step_post_hook(hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, accumulators included."""
@@ -403,9 +354,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _take(self, report: StepReport, sources: list[Source]) -> StepReport:
         assert self.inner is not None
-        other, embedding = self._factors(report)
+        other, embedding = factors(self.options, report)
         clipped = min(other[1], embedding[1]) < 1.0
-        factors = [embedding[0] if s.embedding else other[0] for s in sources]
+        numbers = [embedding[0] if s.embedding else other[0] for s in sources]
         rate = self.guard.learning_rate_factor() if self.guard is not None else 1.0
         repaired: tuple[str, ...] = ()
         if self.options.repair:
@@ -415,7 +366,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["lr"] = group["lr"] * rate
         try:
-            self._update(sources, factors)
+            update(self.inner, sources, numbers)
         finally:
             if rate != 1.0:
                 for group, lr in zip(self.param_groups, rates):
@@ -425,36 +376,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         left = getattr(self.inner, "nonfinite", {})
         bad, mended = repair.weights(self, left) if left else ((), ())
         return dataclasses.replace(report, clipped=clipped, nan=bad, repaired=repaired + mended)
-
-    def _factors(self, report: StepReport) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(factor, its clipping part) of ordinary and of embedding gradients."""
-        o, inverse = self.options, 1.0 / report.loss_scale
-        clip = _clip(o.clip_grad_norm, report.grad_norm)
-        apart = _clip(o.clip_embedding_norm, report.embedding_norm) if o.clip_embedding_norm is not None else clip
-        return (inverse * clip, clip), (inverse * apart * o.embedding_grad_scale, apart)
-
-    def _update(self, sources: list[Source], factors: list[float]) -> None:
-        """Let the inner optimizer step, each gradient times its factor."""
-        assert self.inner is not None
-        wide = [s for s in sources if s.store is None and s.grad is not s.param.grad]
-        if not self._takes_factor:
-            for source, factor in zip(sources, factors):
-                if factor != 1.0:
-                    source.values.mul_(factor)
-                if source.grad is not source.param.grad:
-                    source.param.grad = source.grad.to(source.param.dtype)
-            self.inner.step()
-            return
-        for source in wide:
-            source.param._lowprec_grad = source.grad  # type: ignore[attr-defined]
-        try:
-            same = len(set(factors)) <= 1
-            given: Any = (factors or [1.0])[0] if same else dict(zip((s.param for s in sources), factors))
-            step: Any = self.inner.step
-            step(grad_factor=given)
-        finally:
-            for source in wide:
-                source.param._lowprec_grad = None  # type: ignore[attr-defined]
 
     # -- when it goes wrong ----------------------------------------------------------------------------------------
 
@@ -500,13 +421,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise unknown_name("loss", name, self.scales)
         self.scales[name] = self.scales[name].recover() if scale is None else scaling.resolve(scale)
         self._told_collapse = False
-
-
-def _clip(limit: float | None, norm: float | None) -> float:
-    """The factor that brings a norm down to its limit, as torch.nn.utils.clip_grad_norm_ has it."""
-    if limit is None or norm is None:
-        return 1.0
-    return min(1.0, limit / (norm + 1e-6))
 
 
 def _sentence(inf: tuple[str, ...], nan: tuple[str, ...]) -> str:
