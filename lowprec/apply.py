@@ -12,7 +12,8 @@ matches a module's qualified name or that of any module above it ("blocks.0" mea
 that matches nothing is an error: it is a misspelling more often than not.
 
 "First" and "last" product mean the order in which the modules are registered, which is the order of
-`model.named_modules()`. "The last blocks" are those of the largest `nn.ModuleList` or `nn.Sequential`.
+`model.named_modules()`. "The last blocks" are those of the largest `nn.ModuleList` or `nn.Sequential`, their
+number rounded to nearest.
 
 The applied model's own forward runs under the recipe's op policy (`lowprec.policy`). That too is a change of class, so
 it survives deepcopy, pickle and torch.compile, and `undo` takes it away.
@@ -24,8 +25,8 @@ import dataclasses
 import fnmatch
 import functools
 import importlib
-import math
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import torch
 from torch import nn
 
 from lowprec import handlers, policy
-from lowprec.errors import unknown_name
+from lowprec.errors import LowprecWarning, unknown_name
 from lowprec.handlers import ModuleState, Row, Site
 from lowprec.recipe import Recipe
 
@@ -237,7 +238,7 @@ def _positions(model: nn.Module, recipe: Recipe) -> dict[str, str]:
             if isinstance(module, (nn.ModuleList, nn.Sequential))
         ]
         name, children = max(lists, key=lambda item: len(item[1]), default=("", []))
-        count = math.ceil(recipe.high_last_fraction * len(children))
+        count = round(recipe.high_last_fraction * len(children))
         prefix = f"{name}." if name else ""
         for child, _ in children[len(children) - count :]:
             inside = f"{prefix}{child}"
@@ -306,6 +307,9 @@ def apply(model: nn.Module, recipe: Plan | Recipe | str, **options: Any) -> nn.M
     else:
         made = plan(model, recipe, **options)
     modules = dict(model.named_modules())
+    if not made.converted and made.recipe.quantized:
+        message = f"recipe {made.recipe.name} converts no module of this model: print(lowprec.plan(...)) says why."
+        warnings.warn(message, LowprecWarning, stacklevel=2)
     pairs = []
     for row in made.converted:
         module = modules.get(row.name)

@@ -137,7 +137,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         name, ours, has_weight = self.stack[-1]
         packet = func._overloadpacket
-        count = flop_registry.get(packet)
+        count = _attention_flops if str(packet) in _ATTENTION else flop_registry.get(packet)
         is_linear = ours and name in self.recipes and has_weight and packet not in _CONVOLUTIONS
         if count is None or (is_linear and packet is not None):
             return out
@@ -148,13 +148,23 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._three(name, flops, self.recipes[name], True)
             return out
         op = str(packet).removeprefix("aten.").removeprefix("aten::")
-        why = "attention" if packet in _BATCHED else "no handler converts this product"
+        attends = packet in _BATCHED or str(packet) in _ATTENTION
+        why = "attention: by the op policy" if attends else "no handler converts this product"
         self.rows.append(CoverageRow(name, op, words, 3.0 * flops, why))
         return out
 
 
 _CONVOLUTIONS = {_aten.convolution, _aten._convolution, _aten.mkldnn_convolution}
 _BATCHED = {_aten.bmm, _aten.baddbmm}
+
+
+# fused attention, whose products run below what is watched here
+_ATTENTION = {"lowprec.attention", "aten._scaled_dot_product_flash_attention_for_cpu"}
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> int:
+    """Both batched products of an attention."""
+    return 4 * query.numel() * key.shape[-2]
 
 
 def _formats(gemm: Gemm, compute: str) -> str:

@@ -116,7 +116,11 @@ def test_rules_and_positions() -> None:
     plan = lp.plan(Net(), RECIPE.replace(first_layer="high", last_layer="high"))
     assert plan.row("blocks.0").recipe.output == Gemm() and plan.row("head").note == "last layer"  # type: ignore[union-attr]
     plan = lp.plan(Net(), RECIPE.replace(high_last_fraction=0.4))
-    assert "last 40%" not in plan.row("blocks.0").note and "last 40%" in plan.row("blocks.1").note
+    assert "last 40%" not in plan.row("blocks.1").note
+    plan = lp.plan(Net(), RECIPE.replace(high_last_fraction=0.6))
+    assert "last 60%" not in plan.row("blocks.0").note and "last 60%" in plan.row("blocks.1").note
+    with pytest.warns(UserWarning, match="converts no module"):
+        lp.apply(nn.ReLU(), "fp8")
 
 
 def test_errors() -> None:

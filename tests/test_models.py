@@ -97,6 +97,10 @@ def test_other_models_train(make: Callable[[], Any], name: str) -> None:
     assert losses[-1] < losses[0] - 0.01
 
 
+def _tokens(make: Callable[[], Any]) -> int:
+    return 8 * 16 if make is _bert else 4 * 16
+
+
 def test_coverage_tells_the_truth() -> None:
     for make in (_gpt, _llama, _bert, _gpt2, _transformer):
         torch.manual_seed(0)
@@ -109,6 +113,9 @@ def test_coverage_tells_the_truth() -> None:
         assert after.flops == pytest.approx(before.flops, rel=0.02), make.__name__
         assert after.low > 0.75, f"{make.__name__}\n{after}\n{plan}"
         assert all(row.note for row in after.rows if row.format != "int8")
+        if make is not _transformer:
+            heads = [row for row in after.rows if row.note.startswith("attention")]
+            assert sum(row.flops for row in heads) == 3 * 2 * 4 * _tokens(make) * 16 * 32, make.__name__
     partly = lp.apply(_gpt()[0], "int8", skip=["lm_head"])
     rows = lp.coverage(partly, torch.randint(0, 64, (2, 8))).rows
     assert {row.note for row in rows if row.module == "lm_head"} == {"skipped by 'lm_head'"}
