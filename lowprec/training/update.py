@@ -15,7 +15,7 @@ __all__ = ["factors", "takes_factor", "update"]
 
 
 @functools.cache
-def takes_factor(kind: type[torch.optim.Optimizer]) -> bool:
+def takes_factor(kind: Any) -> bool:
     """Whether the step of an optimizer of this class multiplies gradients as it reads them."""
     return "grad_factor" in inspect.signature(kind.step).parameters
 
@@ -32,7 +32,8 @@ def factors(options: StepOptions, report: StepReport) -> tuple[tuple[float, floa
 
 def update(inner: torch.optim.Optimizer, sources: list[Source], numbers: list[float]) -> None:
     """Let an optimizer step, each gradient times its number."""
-    if not takes_factor(type(inner)):
+    kind: Any = type(inner)
+    if not takes_factor(kind):
         for source, number in zip(sources, numbers):
             if number != 1.0:
                 source.values.mul_(number)
