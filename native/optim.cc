@@ -35,9 +35,9 @@ OPTIM_INLINE void with_store(int32_t store, F&& f) {
     case kFp16:
       return f(Fp16{});
     case kFp16Block:
-      return f(HalfBlock<false, 32>{});
+      return f(HalfBlock<false>{});
     case kFp16BlockPlus:
-      return f(HalfBlock<true, 16>{});
+      return f(HalfBlock<true>{});
     case kE4m3Block:
       return f(E4m3Block{});
     case kE5m2Block:
@@ -139,9 +139,12 @@ OPTIM_INLINE VU random_at(Random kind, const void* random, size_t i) {
   return r;
 }
 
-// Codecs that round floats from 16 bits take the upper half of the dither, the others all of it.
+// bf16 takes the upper half of the dither, the others all of it.
 template <class C>
-constexpr bool kHalf = std::is_same_v<C, Bf16> || requires { requires C::R == 16; };
+constexpr bool kHalf = std::is_same_v<C, Bf16>;
+// Floats under a scale are dithered: a uniform share of the quantum is added, then rounding is to nearest.
+template <class C>
+constexpr bool kDithered = requires { C::dithered; };
 
 template <class C, bool Stochastic>
 OPTIM_INLINE void encode_block(typename C::Raw* p, VF inverse, const float* x, size_t n, Random kind,
@@ -150,12 +153,17 @@ OPTIM_INLINE void encode_block(typename C::Raw* p, VF inverse, const float* x, s
     VF y = get<VF>(x + i);
     if constexpr (C::block) {
       y = y * inverse;
-      y = choose(finite(y), y, VF{});
+      y = choose(special(y), VF{}, y);
     }
     if constexpr (Stochastic && !std::is_same_v<C, Fp32>) {
-      VU r = random_at(kind, random, at + i);
-      if (kind == Random::dither && kHalf<C>) r = r >> 16;
-      store_some<C>(advance<C>(p, i), n - i, y, r);
+      const VU r = random_at(kind, random, at + i);
+      if constexpr (kDithered<C>) {
+        if (kind == Random::dither) {
+          store_some<C>(advance<C>(p, i), n - i, y, centred(r));
+          continue;
+        }
+      }
+      store_some<C>(advance<C>(p, i), n - i, y, kind == Random::dither && kHalf<C> ? r >> 16 : r);
     } else {
       store_some<C>(advance<C>(p, i), n - i, y);
     }
@@ -257,11 +265,11 @@ OPTIM_INLINE Mask apply_rule(const OptimProgram& p, int rule, int states, Lanes&
     }
     x.w = x.w - x.g * c[3];
   }
-  Mask good = finite(x.w);
-  for (int k = 0; k < states; ++k) good = both(good, finite(x.s[k]));
-  x.w = choose(good, x.w, old.w);
-  for (int k = 0; k < states; ++k) x.s[k] = choose(good, x.s[k], old.s[k]);
-  return good;
+  Mask bad = special(x.w);
+  for (int k = 0; k < states; ++k) bad = either(bad, special(x.s[k]));
+  x.w = choose(bad, old.w, x.w);
+  for (int k = 0; k < states; ++k) x.s[k] = choose(bad, old.s[k], x.s[k]);
+  return bad;
 }
 
 template <int Rule, int States>
@@ -272,7 +280,7 @@ int run_rule(const OptimProgram& p, float* w, const float* g, float* const* s, c
     x.w = get<VF>(w + i);
     x.g = get<VF>(g + i);
     for (int k = 0; k < States; ++k) x.s[k] = get<VF>(s[k] + i);
-    bad += misses(apply_rule(p, Rule, States, x));
+    bad += count(apply_rule(p, Rule, States, x));
     put(w + i, x.w);
     for (int k = 0; k < States; ++k) put(s[k] + i, root[k] ? vsqrt(x.s[k]) : x.s[k]);
   }
@@ -436,15 +444,15 @@ struct MemBf16 {
 
 // Where the new values of a state go: into a buffer until the block's scale is known, or where they belong.
 template <class C, bool Stochastic>
-OPTIM_INLINE void put_state(typename C::Raw* p, float* buffer, VU& top, VF x, VF old, Mask good, const uint32_t* base,
+OPTIM_INLINE void put_state(typename C::Raw* p, float* buffer, VU& top, VF x, VF old, Mask bad, const uint32_t* base,
                             uint32_t shift) {
   if constexpr (C::block) {
     put(buffer, x);
     top = umax(top, ubits(x) & kMagnitude);
   } else if constexpr (Stochastic && !std::is_same_v<C, Fp32>) {
-    C::store(p, choose(good, x, old), (get<VU>(base) + shift) >> 16);
+    C::store(p, choose(bad, old, x), (get<VU>(base) + shift) >> 16);
   } else {
-    C::store(p, choose(good, x, old));
+    C::store(p, choose(bad, old, x));
   }
 }
 
@@ -463,7 +471,10 @@ OPTIM_INLINE void encode_hot(typename C::Raw* p, float* scale, const float* x, V
     const VF y = get<VF>(x + i) * inverse;
     if constexpr (Stochastic) {
       const VU r = get<VU>(base + i) + add;
-      C::store(advance<C>(p, i), y, kHalf<C> ? r >> 16 : r);
+      if constexpr (kDithered<C>)
+        C::store(advance<C>(p, i), y, centred(r));
+      else
+        C::store(advance<C>(p, i), y, kHalf<C> ? r >> 16 : r);
     } else {
       C::store(advance<C>(p, i), y);
     }
@@ -472,18 +483,40 @@ OPTIM_INLINE void encode_hot(typename C::Raw* p, float* scale, const float* x, V
 
 // The rare block in which some element must stay as it was: its old states are still in place.
 template <class C>
-int keep_old(const typename C::Raw* p, VF factor, const Mask* good, float* buffer, VU& top, size_t n) {
-  int bad = 0;
+void keep_old(const typename C::Raw* p, VF factor, const Mask* bad, float* buffer, VU& top, size_t n) {
   top = VU{};
   for (size_t j = 0; j < n; j += kLane) {
     VF old = C::load(kNibbles<C> ? p + j / 2 : p + j);
     if constexpr (C::block) old = old * factor;
-    const VF x = choose(good[j / kLane], get<VF>(buffer + j), C::root ? vsqrt(old * old) : old);
+    const VF x = choose(bad[j / kLane], C::root ? vsqrt(old * old) : old, get<VF>(buffer + j));
     put(buffer + j, x);
     top = umax(top, ubits(x) & kMagnitude);
-    bad += misses(good[j / kLane]);
   }
-  return bad;
+}
+
+// e4m3 as fp16 bits is 2^8 too small: the factor goes into the scale (exact, and far from overflow).
+template <class C>
+constexpr float hot_factor = 1.0f;
+template <>
+constexpr float hot_factor<E4m3Block> = 256.0f;
+template <>
+constexpr float hot_factor<E4m3Root> = 256.0f;
+
+template <class C>
+OPTIM_INLINE VF load_hot(const typename C::Raw* p) {
+#ifdef __AVX512F__
+  if constexpr (hot_factor<C> != 1.0f) {
+    const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i magnitude = _mm256_slli_epi16(c, 7), sign = _mm256_slli_epi16(c, 8);
+    const __m256i half = C::root ? magnitude
+                                 : _mm256_ternarylogic_epi32(_mm256_set1_epi16(0x3F80), magnitude,
+                                                             _mm256_and_si256(sign, _mm256_set1_epi16(-0x8000)), 0xEA);
+    return (VF)_mm512_cvtph_ps(half);
+  }
+#else
+  if constexpr (hot_factor<C> != 1.0f) return C::load(p) * (1.0f / hot_factor<C>);
+#endif
+  return C::load(p);
 }
 
 template <class S1, class S2, bool Stochastic, class W, class G>
@@ -506,14 +539,14 @@ int adam_hot(const OptimProgram& p, const OptimSlot& t, const Span& s, W w, G g,
     const uint32_t* base = kDither.x + index % kGroup;
     const size_t n = std::min(size, s.n - b);
     VF f1 = {}, f2 = {};
-    if constexpr (S1::block) f1 = vf(*scale1);
-    if constexpr (S2::block) f2 = vf(*scale2);
+    if constexpr (S1::block) f1 = vf(*scale1 * hot_factor<S1>);
+    if constexpr (S2::block) f2 = vf(*scale2 * hot_factor<S2>);
     VU top1 = {}, top2 = {};
-    Mask all = finite(VF{});
+    Mask any = special(VF{});
     for (size_t j = 0; j < n; j += kLane) {
       const size_t i = b + j;
       const VF w_old = w.load(i), gr = g.load(i) * factor;
-      VF m_old = S1::load(advance<S1>(p1, i)), v_old = S2::load(advance<S2>(p2, i));
+      VF m_old = load_hot<S1>(advance<S1>(p1, i)), v_old = load_hot<S2>(advance<S2>(p2, i));
       if constexpr (S1::block) m_old = m_old * f1;
       if constexpr (S2::block) v_old = v_old * f2;
       if constexpr (S2::root) v_old = v_old * v_old;
@@ -521,18 +554,19 @@ int adam_hot(const OptimProgram& p, const OptimSlot& t, const Span& s, W w, G g,
       const VF v = v_old * b2 + (gr * b2c) * gr;
       const VF r = vsqrt(v);
       const VF w_new = w_old * keep - (m / (r * correction + eps)) * rate;
-      const Mask good = both(both(finite(w_new), finite(m)), finite(v));
-      all = both(all, good);
-      masks[j / kLane] = good;
-      w.store(i, choose(good, w_new, w_old));
-      put_state<S1, Stochastic>(advance<S1>(p1, i), x.s[0] + j, top1, m, m_old, good, base + j, words[0]);
-      put_state<S2, Stochastic>(advance<S2>(p2, i), x.s[1] + j, top2, S2::root ? r : v, v_old, good, base + j,
+      // an Inf or NaN of m reaches w_new
+      const Mask wrong = either(special(w_new), special(v));
+      any = either(any, wrong);
+      masks[j / kLane] = wrong;
+      w.store(i, choose(wrong, w_old, w_new));
+      put_state<S1, Stochastic>(advance<S1>(p1, i), x.s[0] + j, top1, m, m_old, wrong, base + j, words[0]);
+      put_state<S2, Stochastic>(advance<S2>(p2, i), x.s[1] + j, top2, S2::root ? r : v, v_old, wrong, base + j,
                                 words[1]);
     }
-    if (__builtin_expect(misses(all) != 0, 0)) {
-      if constexpr (S1::block) keep_old<S1>(advance<S1>(p1, b), f1, masks, x.s[0], top1, n);
-      if constexpr (S2::block) keep_old<S2>(advance<S2>(p2, b), f2, masks, x.s[1], top2, n);
-      for (size_t j = 0; j < n; j += kLane) bad += misses(masks[j / kLane]);
+    if (__builtin_expect(count(any) != 0, 0)) {
+      if constexpr (S1::block) keep_old<S1>(advance<S1>(p1, b), vf(*scale1), masks, x.s[0], top1, n);
+      if constexpr (S2::block) keep_old<S2>(advance<S2>(p2, b), vf(*scale2), masks, x.s[1], top2, n);
+      for (size_t j = 0; j < n; j += kLane) bad += count(masks[j / kLane]);
     }
     if constexpr (S1::block)
       encode_hot<S1, Stochastic>(advance<S1>(p1, b), scale1++, x.s[0], top1, n, base, words[0], x.dither);
@@ -561,7 +595,7 @@ int adam_states(const OptimProgram& p, const OptimSlot& t, const Span& s, W w, G
     case kE4m3Block * 32 + kE4m3Root:
       return run(E4m3Block{}, E4m3Root{});
     case kE4m3Block * 32 + kFp16BlockPlus:
-      return run(E4m3Block{}, HalfBlock<true, 16>{});
+      return run(E4m3Block{}, HalfBlock<true>{});
     case kDynamic4 * 32 + kLinear4Root:
       return run(Nibbles<Float4>{}, Nibbles<Linear4>{});
     default:

@@ -19,25 +19,32 @@ OPTIM_INLINE VU float_code(VF y) {
   return (ubits(y + magic) - ubits(magic)) + ((binade - (uint32_t(127 + E) << 23)) >> (23 - M));
 }
 
-// The same with stochastic rounding from R random bits (R = 16 or 32).
+// The same with stochastic rounding from R = 32 random bits.
 template <int M, int E, int R>
 OPTIM_INLINE VU float_code(VF y, VU random) {
+  static_assert(R == 32);
   const VU binade = umax(ubits(y) & kInfBits, vu(uint32_t(127 + E) << 23));
   const VF scaled = y * real(vu(uint32_t(254 + M) << 23) - binade);  // in units of the quantum
   const VU whole = to_int(scaled);
-  const VF x = (scaled - to_float(whole)) * (R == 16 ? 65536.0f : 4294967296.0f);
-  VU up;
-  if constexpr (R == 16) {
-    const VU t = to_int(x);
-    const VU threshold = t + ((x - to_float(t)) >= 0.5f ? vu(1) : vu(0));
-    up = random < threshold ? vu(1) : vu(0);
-  } else {
-    const VU t = __builtin_convertvector(x, VU);
-    const VU threshold = t + ((x - __builtin_convertvector(t, VF)) >= 0.5f ? vu(1) : vu(0));
-    up = random < threshold ? vu(1) : vu(0);
-  }
+  const VF x = (scaled - to_float(whole)) * 4294967296.0f;
+  const VU t = __builtin_convertvector(x, VU);
+  const VU threshold = t + ((x - __builtin_convertvector(t, VF)) >= 0.5f ? vu(1) : vu(0));
+  const VU up = random < threshold ? vu(1) : vu(0);
   return whole + up + ((binade - (uint32_t(127 + E) << 23)) >> (23 - M));
 }
+
+// Nearest after adding a share of the quantum in [-1/2, 1/2): a uniform share makes that stochastic rounding. Zero
+// stays zero.
+template <int M, int E>
+OPTIM_INLINE VU float_code(VF y, VF share) {
+  const VU binade = umax(ubits(y) & kInfBits, vu(uint32_t(127 + E) << 23));
+  const VF magic = real(binade + (uint32_t(23 - M) << 23));
+  const VF moved = above_zero(y + real(binade - (uint32_t(M) << 23)) * share);
+  return (ubits(moved + magic) - ubits(magic)) + ((binade - (uint32_t(127 + E) << 23)) >> (23 - M));
+}
+
+// Random bits as fp32 in [-1/2, 1/2).
+OPTIM_INLINE VF centred(VU random) { return real((random >> 9) | 0x3F800000u) - 1.5f; }
 
 // -- plain elements ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +99,7 @@ struct Fp16 {
 template <int M, int E, uint32_t Max, bool Root, bool Row>
 struct Float8 {
   static constexpr bool block = true, root = Root, pow2 = Row, fill_zero = false;
-  static constexpr int R = Row ? 32 : 16;
+  static constexpr bool dithered = true;
   static constexpr size_t size = 256;
   typedef uint8_t Raw;
   static constexpr float top = M == 3 ? 448.0f : 57344.0f;
@@ -117,7 +124,8 @@ struct Float8 {
   }
   OPTIM_INLINE VF magnitude(VF y) { return Root ? y : real(ubits(y) & kMagnitude); }
   OPTIM_INLINE void store(Raw* p, VF y) { finish(p, y, float_code<M, E>(magnitude(y))); }
-  OPTIM_INLINE void store(Raw* p, VF y, VU random) { finish(p, y, float_code<M, E, R>(magnitude(y), random)); }
+  OPTIM_INLINE void store(Raw* p, VF y, VU random) { finish(p, y, float_code<M, E, 32>(magnitude(y), random)); }
+  OPTIM_INLINE void store(Raw* p, VF y, VF share) { finish(p, y, float_code<M, E>(magnitude(y), share)); }
 };
 typedef Float8<3, -6, 0x7E, false, false> E4m3Block;
 typedef Float8<2, -14, 0x7B, false, false> E5m2Block;
@@ -126,9 +134,9 @@ typedef Float8<2, -14, 0x7B, true, false> E5m2Root;
 typedef Float8<3, -6, 0x7E, false, true> E4m3Row;
 typedef Float8<2, -14, 0x7B, false, true> E5m2Row;
 
-template <bool Plus, int Bits>
+template <bool Plus>
 struct HalfBlock {
-  static constexpr int R = Bits;
+  static constexpr bool dithered = true;
   static constexpr bool block = true, root = false, pow2 = true, fill_zero = false;
   static constexpr size_t size = 256;
   typedef uint16_t Raw;
@@ -141,7 +149,8 @@ struct HalfBlock {
   }
   OPTIM_INLINE VF magnitude(VF y) { return real(ubits(y) & kMagnitude); }
   OPTIM_INLINE void store(Raw* p, VF y) { finish(p, y, float_code<10, -14>(magnitude(y))); }
-  OPTIM_INLINE void store(Raw* p, VF y, VU random) { finish(p, y, float_code<10, -14, R>(magnitude(y), random)); }
+  OPTIM_INLINE void store(Raw* p, VF y, VU random) { finish(p, y, float_code<10, -14, 32>(magnitude(y), random)); }
+  OPTIM_INLINE void store(Raw* p, VF y, VF share) { finish(p, y, float_code<10, -14>(magnitude(y), share)); }
 };
 
 // The dynamic map of D decades, each three binades wide: code c >= 1 lies in decade d = floor(log2 c).
@@ -181,8 +190,6 @@ OPTIM_INLINE VF dynamic_position(VF y) {
   const VU e = umax(ubits(y) >> 23, vu(127 - 3 * D));
   return y * lookup32(t.into, e) + lookup32(t.shift, e);
 }
-// Random bits as fp32 in [-1/2, 1/2).
-OPTIM_INLINE VF centred(VU random) { return real((random >> 9) | 0x3F800000u) - 1.5f; }
 
 template <bool Root>
 struct Dynamic8 {
@@ -241,7 +248,7 @@ OPTIM_INLINE void store_nibbles(uint8_t* p, VU c) {
 
 // Four bits of a first moment: sign and an e2m1 magnitude, {0, 1/2, 1, 3/2, 2, 3, 4, 6}.
 struct Float4 {
-  static constexpr int R = 16;
+  static constexpr bool dithered = true;
   static constexpr bool block = true, root = false, pow2 = false, fill_zero = false, nibbles = true;
   static constexpr size_t size = 128;
   typedef uint8_t Raw;
@@ -252,7 +259,8 @@ struct Float4 {
   }
   OPTIM_INLINE VU finish(VF y, VU code) { return umin(code, vu(7)) | ((ubits(y) >> 28) & 8u); }
   OPTIM_INLINE VU code(VF y) { return finish(y, float_code<1, 0>(real(ubits(y) & kMagnitude))); }
-  OPTIM_INLINE VU code(VF y, VU random) { return finish(y, float_code<1, 0, 16>(real(ubits(y) & kMagnitude), random)); }
+  OPTIM_INLINE VU code(VF y, VU random) { return finish(y, float_code<1, 0, 32>(real(ubits(y) & kMagnitude), random)); }
+  OPTIM_INLINE VU code(VF y, VF share) { return finish(y, float_code<1, 0>(real(ubits(y) & kMagnitude), share)); }
 };
 
 // Four bits of a root: linear, 1/16 to 16/16, without a zero.
@@ -272,7 +280,10 @@ template <class C>
 struct Nibbles : C {
   OPTIM_INLINE VF load(const uint8_t* p) { return C::value(load_nibbles(p)); }
   OPTIM_INLINE void store(uint8_t* p, VF y) { store_nibbles(p, C::code(y)); }
-  OPTIM_INLINE void store(uint8_t* p, VF y, VU random) { store_nibbles(p, C::code(y, random)); }
+  template <class R>
+  OPTIM_INLINE void store(uint8_t* p, VF y, R random) {
+    store_nibbles(p, C::code(y, random));
+  }
 };
 
 // -- scales -----------------------------------------------------------------------------------------------------------

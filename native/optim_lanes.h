@@ -97,6 +97,14 @@ OPTIM_INLINE VF vsqrt(VF x) {
 #endif
 }
 
+OPTIM_INLINE VF above_zero(VF x) {
+#ifdef __AVX512F__
+  return (VF)_mm512_max_ps((__m512)x, _mm512_setzero_ps());
+#else
+  return x > 0.0f ? x : VF{};
+#endif
+}
+
 OPTIM_INLINE VU umax(VU a, VU b) {
 #ifdef __AVX512F__
   return (VU)_mm512_max_epu32((__m512i)a, (__m512i)b);
@@ -114,7 +122,11 @@ OPTIM_INLINE VU umin(VU a, VU b) {
 
 OPTIM_INLINE uint32_t fold_max(VU v) {
 #ifdef __AVX512F__
-  return _mm512_reduce_max_epu32((__m512i)v);
+  const __m256i a = _mm256_max_epu32(_mm512_castsi512_si256((__m512i)v), _mm512_extracti64x4_epi64((__m512i)v, 1));
+  __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4E));
+  b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0xB1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(b));
 #else
   uint32_t m = 0;
   for (int i = 0; i < 16; ++i) m = m > v[i] ? m : v[i];
@@ -154,20 +166,20 @@ OPTIM_INLINE VU leading_zeros(VU x) {
 #endif
 }
 
-// A mask of lanes and what is done with it.
+// Lanes that are Inf or NaN, and what is done with them.
 #ifdef __AVX512F__
 typedef __mmask16 Mask;
-OPTIM_INLINE Mask finite(VF x) { return _knot_mask16(_mm512_fpclass_ps_mask((__m512)x, 0x99)); }
-OPTIM_INLINE Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
-OPTIM_INLINE int misses(Mask a) { return 16 - __builtin_popcount(a); }
+OPTIM_INLINE Mask special(VF x) { return _mm512_fpclass_ps_mask((__m512)x, 0x99); }
+OPTIM_INLINE Mask either(Mask a, Mask b) { return _kor_mask16(a, b); }
+OPTIM_INLINE int count(Mask a) { return __builtin_popcount(a); }
 OPTIM_INLINE VF choose(Mask m, VF a, VF b) { return (VF)_mm512_mask_mov_ps((__m512)b, m, (__m512)a); }
 #else
 typedef VI Mask;
-OPTIM_INLINE Mask finite(VF x) { return (ubits(x) & 0x7F800000u) != 0x7F800000u; }
-OPTIM_INLINE Mask both(Mask a, Mask b) { return a & b; }
-OPTIM_INLINE int misses(Mask a) {
+OPTIM_INLINE Mask special(VF x) { return (ubits(x) & 0x7F800000u) == 0x7F800000u; }
+OPTIM_INLINE Mask either(Mask a, Mask b) { return a | b; }
+OPTIM_INLINE int count(Mask a) {
   int n = 0;
-  for (int i = 0; i < 16; ++i) n += a[i] == 0;
+  for (int i = 0; i < 16; ++i) n += a[i] != 0;
   return n;
 }
 OPTIM_INLINE VF choose(Mask m, VF a, VF b) { return m ? a : b; }

@@ -107,13 +107,11 @@ def dither(n: int, draw: Draw, state: int, device: torch.device) -> torch.Tensor
 def encode_state(
     x: torch.Tensor, s: Store, rounding: Rounding, draw: Draw, state: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`encode`, with the dither as random numbers: 16 bits of it for floats of 8 bits or fewer and bf16."""
+    """`encode`, with the dither as random numbers: 16 bits of it for bf16, all 32 else."""
     if rounding == "nearest" or s.element == "fp32":
         return encode(x, s)
     random = dither(x.numel(), draw, state, x.device).reshape(x.shape)
-    if s.name in MAPS or s.name in ("4bit-root", "fp16", "fp16-block") or s.block < 0:
-        return encode(x, s, random, 32)
-    return encode(x, s, random >> 16, 16)
+    return encode(x, s, random >> 16, 16) if s.element == "bf16" else encode(x, s, random, 32, dithered=True)
 
 
 def encode_weight(
@@ -253,7 +251,7 @@ def _blocked(x: torch.Tensor, s: Store) -> torch.Tensor:
 
 
 def encode(
-    x: torch.Tensor, s: Store, random: torch.Tensor | None = None, bits: int = 16
+    x: torch.Tensor, s: Store, random: torch.Tensor | None = None, bits: int = 16, dithered: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes and scales of fp32 values.
 
@@ -262,6 +260,7 @@ def encode(
         s: how to store them.
         random: random numbers of `bits` bits to round stochastically with; None rounds to nearest.
         bits: 16 or 32.
+        dithered: floats under a scale add a share of their quantum and round to nearest.
     """
     x = x.contiguous()
     if not s.block:
@@ -274,17 +273,29 @@ def encode(
     y = _blocked(x, s) * inverse[..., None]
     y = y.reshape(rows, -1)[:, :cols].reshape(x.shape)
     y = torch.where(torch.isfinite(y), y, torch.zeros_like(y))
+    positive = y > 0
+    if dithered and random is not None and s.element in _GRID:
+        y, random = _moved(y, s.element, centred(random)), None
     codes = _codes(y, s, random, bits)
+    if not s.signed and s.name != "4bit-root":  # nothing positive becomes zero
+        raw = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+        codes = torch.where((raw == 0) & positive, torch.ones_like(raw), raw).view(s.dtype)
     return (_pack(codes) if s.bits == 4 else codes), scale
+
+
+def _moved(y: torch.Tensor, element: str, share: torch.Tensor) -> torch.Tensor:
+    """y with a share of its quantum added to its magnitude; its sign is kept (-0 included)."""
+    mantissa, lowest = _GRID[element]
+    quantum = torch.ldexp(torch.ones_like(y), torch.clamp(torch.frexp(y.abs())[1] - 1, min=lowest) - mantissa)
+    magnitude = y.abs() + quantum * share
+    # rounded in the binade that y had, as the sum of y and its share is
+    rounded = torch.round(magnitude.double() / quantum).clamp(min=0) * quantum
+    return torch.copysign(rounded.float(), y)
 
 
 def _codes(y: torch.Tensor, s: Store, random: torch.Tensor | None, bits: int) -> torch.Tensor:
     if s.element in ("fp16", "e4m3", "e5m2"):
-        codes = _round(torch.clamp(y, -s.top, s.top), s.element, random, bits).view(s.dtype)
-        if s.signed:
-            return codes
-        raw = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
-        return torch.where((raw == 0) & (y > 0), torch.ones_like(raw), raw).view(s.dtype)
+        return _round(torch.clamp(y, -s.top, s.top), s.element, random, bits).view(s.dtype)
     if s.name == "4bit-root":
         position = y * 16.0 - 0.5
         position = position if random is None else position + centred(random)
@@ -296,9 +307,7 @@ def _codes(y: torch.Tensor, s: Store, random: torch.Tensor | None, bits: int) ->
         magnitude = torch.clamp(magnitude, max=s.top)
         return torch.bucketize(magnitude, _E2M1.to(y.device)).to(torch.uint8) | sign
     c = _dynamic_code(y.abs(), s.name, random).to(torch.uint8)
-    if s.signed:
-        return c | sign
-    return torch.where((c == 0) & (y > 0), torch.ones_like(c), c)
+    return c | sign if s.signed else c
 
 
 def _e2m1(y: torch.Tensor) -> torch.Tensor:
