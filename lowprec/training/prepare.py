@@ -7,7 +7,7 @@
 
 A torch SGD, Adam or AdamW becomes ours, with the same parameter groups: it takes unscaling and clipping as a factor,
 and no non-finite value passes from its states to a weight. Any other optimizer is kept where the recipe leaves weights
-and states in fp32, and gets masters where it does not.
+and states in fp32, and refused with a sentence where it does not.
 """
 
 from __future__ import annotations
