@@ -130,6 +130,11 @@ def _codes(x: Tensor, spec: Spec, memory: Memory, known: Tensor | None) -> list[
     if spec.units[2].kind == "fp8" and memory.observer is None:
         codes, used = quantize_fp8(x, cast, -2, scale)
         return [codes.view(torch.uint8), used if used.dim() == 0 else used.reshape(1, -1), None]
+    if spec.units[2].kind == "int8" and memory.observer is None:
+        operand, _ = prepare(x, cast, -2, spec.units[2], spec.compute, scale=scale)
+        assert operand.scale is not None
+        shape = (1, -1) if cast.scale == "row" else ()
+        return [operand.values.view(torch.uint8), operand.scale.reshape(shape), None]
     watched = memory.observer is not None and known is None
     parts = scale_kernels.quantize(x, cast, axis=-2, scale=scale, counters=watched)
     if watched and parts.counters is not None:

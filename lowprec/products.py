@@ -42,6 +42,7 @@ from lowprec.recipe import Accumulator, Cast, Gemm
 __all__ = ["COMPUTE", "Engine", "Operand", "engine", "orientation_free", "prepare", "product"]
 
 COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_INT8_ROW = Cast("int8", scale="row")
 _CHUNK = 1 << 20  # elements of an int32 result kept at a time: 4 MB, so that scaling it reads the cache
 
 
@@ -192,6 +193,10 @@ def prepare(
         parts = scale_kernels.quantize(x, cast, axis=axis, scale=scale, counters=True)
         return Operand(parts.codes.view(units.DTYPES[cast.format]), axis, _flat(parts.scale)), parts.counters
     if unit.kind == "int8":
+        if axis == -2 and scale is None and not counters and cast == _INT8_ROW:
+            fast = epilogues.int8_columns(x)
+            if fast is not None:
+                return Operand(fast[0], axis, fast[1]), None
         parts = scale_kernels.quantize(x, cast, axis=axis, scale=scale, rng=rng, counters=counters)
         return Operand(parts.codes.view(torch.int8), axis, _flat(parts.scale)), parts.counters
     if unit.kind == "dequantised":

@@ -15,6 +15,12 @@ void bind_epilogue(nb::module_& m) {
                                      at<void>(out), static_cast<Store>(out_type), rows, columns},
                                     threads);
         });
+  m.def("int8_columns",
+        [](Address x, int type, size_t rows, size_t columns, Address codes, Address scale, int threads) {
+          nb::gil_scoped_release release;
+          return epilogue_kernels().int8_columns(at<const void>(x), static_cast<Store>(type), rows, columns,
+                                                 at<int8_t>(codes), at<float>(scale), threads);
+        });
 }
 
 }  // namespace lowprec

@@ -65,9 +65,56 @@ void scaled(const Epilogue& e, int threads) {
   }
 }
 
+constexpr size_t kStrip = 256;  // columns at a time, so that a strip of a few thousand rows stays in the cache
+
+template <typename In>
+bool int8_strip(const In* x, size_t rows, size_t columns, size_t first, size_t n, int8_t* codes, float* scale) {
+  uint32_t top[kStrip] = {};
+  for (size_t r = 0; r < rows; ++r) {
+    const In* row = x + r * columns + first;
+    for (size_t i = 0; i < n; ++i) {
+      const float value = load(row, i);
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      top[i] = std::max(top[i], bits & 0x7FFFFFFFu);
+    }
+  }
+  float s[kStrip];
+  for (size_t i = 0; i < n; ++i) {
+    float amax;
+    std::memcpy(&amax, &top[i], 4);
+    if (top[i] >= 0x7F800000u || (top[i] != 0 && amax < 1e-30f)) return false;
+    s[i] = top[i] ? amax / 127.0f : 1.0f;
+    scale[first + i] = s[i];
+  }
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+  for (size_t r = 0; r < rows; ++r) {
+    const In* row = x + r * columns + first;
+    int8_t* out = codes + r * columns + first;
+    for (size_t i = 0; i < n; ++i) {
+      const float rounded = (load(row, i) / s[i] + kMagic) - kMagic;
+      out[i] = static_cast<int8_t>(static_cast<int32_t>(std::min(127.0f, std::max(-127.0f, rounded))));
+    }
+  }
+  return true;
+}
+
+bool int8_columns(const void* x, Store type, size_t rows, size_t columns, int8_t* codes, float* scale, int threads) {
+  bool good = true;
+  const size_t strips = (columns + kStrip - 1) / kStrip;
+#pragma omp parallel for reduction(&& : good) num_threads(threads) if (rows * columns > 32768)
+  for (size_t strip = 0; strip < strips; ++strip) {
+    const size_t first = strip * kStrip, n = std::min(kStrip, columns - first);
+    good = good &&
+           (type == Store::f32 ? int8_strip(static_cast<const float*>(x), rows, columns, first, n, codes, scale)
+                               : int8_strip(static_cast<const uint16_t*>(x), rows, columns, first, n, codes, scale));
+  }
+  return good;
+}
+
 }  // namespace
 
 extern const EpilogueKernels epilogue_kernels;
-const EpilogueKernels epilogue_kernels = {scaled};
+const EpilogueKernels epilogue_kernels = {scaled, int8_columns};
 
 }  // namespace lowprec::LOWPREC_ISA

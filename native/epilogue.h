@@ -27,6 +27,11 @@ struct Epilogue {
 struct EpilogueKernels {
   // out = round(((float(sums) * row) * column) + bias), each operation rounded to fp32.
   void (*scaled)(const Epilogue& e, int threads);
+  // int8 codes of a matrix with one scale a column: scale = amax / 127 (1 for a column of zeros), code = x / scale
+  // rounded to nearest even. False, with nothing promised of the results, where a column's amax is not finite or so
+  // small that its scale would be subnormal.
+  bool (*int8_columns)(const void* x, Store type, size_t rows, size_t columns, int8_t* codes, float* scale,
+                       int threads);
 };
 LOWPREC_DECLARE(EpilogueKernels, epilogue_kernels)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowprec.kernels import pick
+from lowprec.kernels import backend, pick
 from lowprec.kernels.native import epilogue as native
 from lowprec.kernels.reference import epilogue as reference
 
-__all__ = ["scaled"]
+__all__ = ["int8_columns", "scaled"]
 
 
 def scaled(
@@ -44,3 +44,17 @@ def scaled(
     tensor([[ 6.5000, 11.0000]])
     """
     return pick(sums, native, reference).scaled(sums, row, column, bias, dtype, out)  # type: ignore[no-any-return]
+
+
+def int8_columns(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Codes of a matrix cast to int8 with one scale a column, in one pass over strips that stay in the cache.
+
+    The same bits as `lowprec.kernels.scale.quantize` with "int8:row" along axis -2, which is asked where this declines.
+
+    Args:
+        x: a matrix.
+
+    Returns:
+        int8 codes and one scale a column; or None: not on a CPU, another dtype, or a column that is not finite.
+    """
+    return native.int8_columns(x.detach()) if backend(x) == "native" else None

@@ -9,6 +9,8 @@ import torch
 
 from lowprec import kernels
 from lowprec.kernels import epilogue
+from lowprec.kernels import scale as scale_kernels
+from lowprec.recipe import Cast
 
 SUMS = [torch.int32, torch.float32, torch.bfloat16]
 
@@ -53,3 +55,24 @@ def test_in_place_and_wrong_sizes() -> None:
         epilogue.scaled(sums, torch.ones(4), None, None, torch.float32)
     with pytest.raises(ValueError, match="as many biases"):
         epilogue.scaled(sums, None, None, torch.ones(3), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", [None, *kernels.native_core().isas()])
+def test_int8_columns_have_the_bits_of_quantize(dtype: torch.dtype, isa: str | None) -> None:
+    before = kernels.native_core().isa()
+    kernels.native_core().set_isa(isa or before)
+    try:
+        for rows, columns in [(1, 1), (33, 17), (70, 600)]:
+            x = _sums(torch.float32, rows + 2, columns + 2)[2:, 2:].to(dtype).contiguous()
+            x = torch.where(x.isfinite(), x, 1.0).clamp(-1e30, 1e30)
+            x[:, 0] = 0.0
+            x = torch.where(x.abs().amax(0) < 1e-29, torch.zeros_like(x), x)
+            got = epilogue.int8_columns(x)
+            wanted = scale_kernels.quantize(x, Cast("int8", scale="row"), axis=-2)
+            assert got is not None and wanted.scale is not None
+            assert torch.equal(got[0], wanted.codes.view(torch.int8)) and torch.equal(got[1], wanted.scale.reshape(-1))
+    finally:
+        kernels.native_core().set_isa(before)
+    for bad in (float("nan"), float("inf"), 1e-38):
+        assert epilogue.int8_columns(torch.full((2, 2), bad, dtype=dtype)) is None

@@ -8,7 +8,7 @@ from torch import Tensor
 from lowprec.kernels import native_core
 from lowprec.kernels.reference import epilogue as reference
 
-__all__ = ["scaled"]
+__all__ = ["int8_columns", "scaled"]
 
 _STORES = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 
@@ -63,3 +63,15 @@ def scaled(
         torch.get_num_threads(),
     )
     return out
+
+
+def int8_columns(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """See `lowprec.kernels.epilogue.int8_columns`."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or not x.is_contiguous():
+        return None
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scale = torch.empty(columns, dtype=torch.float32)
+    store, threads = _STORES[x.dtype], torch.get_num_threads()
+    good = native_core().int8_columns(x.data_ptr(), store, rows, columns, codes.data_ptr(), scale.data_ptr(), threads)
+    return (codes, scale) if good else None
