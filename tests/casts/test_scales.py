@@ -81,6 +81,28 @@ def test_every_rule(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_scaling_is_a_true_division(backend: str) -> None:
+    """Eleven significant bits over many rows: multiplying by a reciprocal would change some of these codes."""
+    with kernels.use(backend):
+        _compare(_data(300, 400), "fp16:row")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_level_block_scales_on_ties(backend: str) -> None:
+    """Block amax values whose scale falls on a tie of e4m3 or one ulp beside it: the order of operations shows."""
+    grid = np.array([lp.format("e4m3").value(code) for code in range(8, 127)], np.float32)
+    middle = (grid[1:] + grid[:-1]) / 2
+    for amax_t in np.random.default_rng(0).uniform(1, 2, 8).astype(np.float32):
+        factor = np.float32(448 * 6) / amax_t / np.float32(6)
+        tie = (middle / factor).astype(np.float32)
+        near = np.concatenate([tie, np.nextafter(tie, np.float32(0)), np.nextafter(tie, np.float32(9))])
+        x = np.zeros((near.size + 1, 16), np.float32)
+        x[0, 0], x[1:, 3] = amax_t, -near
+        with kernels.use(backend):
+            _compare(x, "nvfp4")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "deepseek-1x128", "deepseek-128x128", "int8-row", "e4m3", "mxfp4"])
 def test_ragged_edges(name: str, backend: str) -> None:
     with kernels.use(backend):
