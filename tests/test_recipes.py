@@ -33,9 +33,9 @@ SIX = {
     "mxfp4": " ".join("e2m1" + MX + s for s in ("", "", ":stochastic", "", ":stochastic", "")),
     "nvfp4": "e2m1:1x16:e4m3 e2m1:16x16:e4m3 e2m1:1x16:e4m3:stochastic e2m1:16x16:e4m3 "
     "e2m1:1x16:e4m3:stochastic:hadamard e2m1:1x16:e4m3:hadamard",
-    "int8": " ".join(["int8:row"] * 6),
+    "int8": " ".join([*["int8:row"] * 4, "int8:row:stochastic", "int8:row"]),
     "int8-switchback": "int8:row int8:row int8:row int8:row - -",
-    "int8-block": " ".join(f"int8:{b}{UE8M0}" for b in ("1x128", "128x128", "1x128", "128x128", "1x128", "1x128")),
+    "int8-block": f"int8:1x128{UE8M0} int8:128x128{UE8M0} " * 2 + f"int8:1x128{UE8M0}:stochastic int8:1x128{UE8M0}",
     "int4-weight": "- int4:32x32:e8m0:pow2 - int4:32x32:e8m0:pow2 - -",
     "int1-weight": "- int1:tensor:mean - int1:tensor:mean - -",
 }
