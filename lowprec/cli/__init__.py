@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake is one sentence and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        cli.main(args=arguments, prog_name="lowprec", standalone_mode=False)
+        code = cli.main(args=arguments, prog_name="lowprec", standalone_mode=False)
+        if isinstance(code, int) and code:  # what a command gave to click's Exit
+            sys.exit(code)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:

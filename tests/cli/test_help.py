@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowprec.cli import COMMANDS
+from lowprec.cli import COMMANDS, main
 
 READ = """
 import json, sys, click
@@ -73,12 +73,12 @@ def test_completion_of_commands_and_recipes() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(shell: str) -> None:
-    ran = subprocess.run([sys.executable, "-m", "lowprec", "completion", shell], capture_output=True, text=True)
-    assert ran.returncode == 0 and "_LOWPREC_COMPLETE" in ran.stdout
+def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", shell])
+    assert "_LOWPREC_COMPLETE" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_sentence_and_exit_code_two() -> None:
+def test_mistakes_are_one_sentence_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["compar"], "did you mean 'compare'?"),
         (["compare", "--recipes", "fp32,bf17"], "unknown recipe 'bf17'; did you mean"),
@@ -86,6 +86,7 @@ def test_mistakes_are_one_sentence_and_exit_code_two() -> None:
         (["run", "--recipe", "bf16", "nowhere.py"], "there is no script nowhere.py"),
         (["report", "nowhere"], "there is no run folder nowhere"),
     ):
-        ran = subprocess.run([sys.executable, "-m", "lowprec", *arguments], capture_output=True, text=True)
-        assert ran.returncode == 2, ran.stderr
-        assert words in ran.stderr and "Traceback" not in ran.stderr
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and words in err and "Traceback" not in err
