@@ -3,7 +3,9 @@
 Contestants take their steps in turn, round by round, so that a machine that slows down slows all of them; a figure is
 the median over rounds, and a ratio compares medians of the same run. torch's contestants run as torch ships: fp32,
 autocast to bf16, the same compiled, torchao's emulated float8; each with its fused AdamW. One more row gives autocast
-the memory setting that lowprec uses (`lowprec.heap`), so that its share can be told from the rest.
+the memory setting that lowprec uses (`lowprec.heap`), so that its share can be told from the rest. Within a round those
+with the C library's own setting go first; after the setting changes, the next one takes a step that is not timed, so
+that none pays for the memory another gave back.
 
 The breakdown sorts the profiler's self times of one step into products, casts, attention, loss, norms, optimizer and
 the rest. The limit beside it is the time of the linear layers' products alone, at the same shapes, in bf16 and int8.
@@ -51,6 +53,11 @@ class Job(NamedTuple):
     samples: int
 
 
+def _keeps_heap(name: str) -> bool:
+    """Whether a contestant runs with freed memory kept: every recipe, and the one peer that is there to show it."""
+    return name not in PEERS or name.endswith("heap")
+
+
 def job(name: str) -> Job:
     """The model of a name, and one batch of random input."""
     if name not in MODELS:
@@ -78,7 +85,6 @@ def contestant(name: str, model_name: str) -> tuple[Step, Job]:
     _, optimizer = lp.prepare(made.model, optimizer, name)
 
     def step() -> float:
-        keep_heap()
         optimizer.zero_grad()
         loss = made.model(made.x, made.y)
         optimizer.backward(loss)
@@ -99,8 +105,6 @@ def _torch_step(name: str, made: Job) -> Step:
     called = torch.compile(model) if name.endswith("compiled") else model
 
     def step() -> float:
-        if low:
-            keep_heap(name.endswith("heap"))
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = called(made.x, made.y)
@@ -129,8 +133,13 @@ def race(names: Iterable[str], model_name: str, rounds: int, say: Callable[[str]
             except Exception as error:  # one contestant's failure is its row's, not the table's
                 rows[name]["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"ready: {name}")
+        held: bool | None = None
         for _ in range(rounds):
-            for name, step in steps.items():
+            for name, step in sorted(steps.items(), key=lambda item: _keeps_heap(item[0])):
+                if held is not _keeps_heap(name):
+                    held = _keeps_heap(name)
+                    keep_heap(held)
+                    step()
                 begin = time.perf_counter()
                 rows[name]["loss"] = step()
                 rows[name]["seconds"].append(time.perf_counter() - begin)
@@ -169,6 +178,7 @@ def breakdown(name: str, model_name: str) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        keep_heap(_keeps_heap(name))
         step, _ = contestant(name, model_name)
         for _ in range(3):
             step()
@@ -231,6 +241,7 @@ def measure_here(name: str, model_name: str) -> dict[str, int]:
     """Resident bytes of this process before a step and at its peak, after two steps of warming up."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        keep_heap(_keeps_heap(name))
         step, _ = contestant(name, model_name)
         step()
         step()
