@@ -437,6 +437,9 @@ def quantize(
         raise ValueError(f"axis {axis} is out of range for a tensor of {x.dim()} dimensions.")
     if c.rounding == "stochastic" or seed is not None or rng is not None:
         rng = _rng(c.rounding, seed, rng)
+    if x.dim() == 2:
+        parts = scales.quantize(x, c, axis if axis < 0 else axis - 2, scale, rng, counters)
+        return Quantized(parts[0], parts[1], c, parts[2], parts[3], parts[4], axis)
     view, turned, back = _as_matrix(x, axis)
     codes, s, tensor_scale, zero_point, count = scales.quantize(view, c, turned, scale, rng, counters)
     return Quantized(back(codes), s, c, tensor_scale, zero_point, count, axis)

@@ -74,7 +74,7 @@ def check_float(x: Tensor) -> None:
         raise TypeError(f"expected a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one.")
     if x.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, got layout {x.layout}; call .to_dense() first.")
-    if x.device.type == "meta":
+    if x.is_meta:
         raise TypeError("expected a tensor with data, got one on the meta device; materialise it first.")
     if x.dtype not in _FLOATS:
         raise TypeError(f"expected float64, float32, float16 or bfloat16, got {_dtype_hint(x.dtype)}")

@@ -67,7 +67,7 @@ def encode(
     _, address, dtype = descriptor(fmt)
     if not x.is_contiguous():
         x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=dtype)
+    codes = torch.empty_like(x, dtype=dtype)
     nans = _core.encode(
         x.data_ptr(),
         DTYPES[x.dtype],
@@ -89,7 +89,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     """See `lowprec.kernels.cast.decode`."""
     if not codes.is_contiguous():
         codes = codes.contiguous()
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty_like(codes, dtype=dtype)
     threads = torch.get_num_threads()
     _core.decode(codes.data_ptr(), codes.numel(), descriptor(fmt)[1], values.data_ptr(), DTYPES[dtype], threads)
     return values
@@ -101,7 +101,7 @@ def round_to(
     """See `lowprec.kernels.cast.round_to`."""
     if not x.is_contiguous():
         x = x.contiguous()
-    values = torch.empty(x.shape, dtype=x.dtype)
+    values = torch.empty_like(x)
     _core.round_to(
         x.data_ptr(),
         DTYPES[x.dtype],

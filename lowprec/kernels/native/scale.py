@@ -134,7 +134,7 @@ def quantize(
     if x.dtype == torch.float64 or x.numel() == 0 or not _address(plan):
         return reference.quantize(x, plan, axis, scale, rng, counters)
     y = _prepared(x, plan, axis)
-    done = _run(y, plan, axis, scale, torch.empty(y.shape, dtype=descriptor(plan.fmt)[2]), rng, counters)
+    done = _run(y, plan, axis, scale, torch.empty_like(y, dtype=descriptor(plan.fmt)[2]), rng, counters)
     if done is None:
         return reference.quantize(x, plan, axis, scale, rng, counters)
     if plan.scale == "none" and not plan.fmt.has_nan:
@@ -174,7 +174,7 @@ def dequantize(parts: QuantizedParts, plan: Plan, axis: int, dtype: torch.dtype)
     codes, scale = codes.contiguous(), scale.contiguous()
     rows, columns = codes.shape
     group = group_of(plan, codes.shape, axis)
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty_like(codes, dtype=dtype)
     scale_format = descriptor(format(plan.scale_format))[1] if scale.dtype == torch.uint8 else 0
     _core.dequantise(
         descriptor(plan.fmt)[1],
@@ -216,7 +216,7 @@ def carrier(
     if x.dtype == torch.float64 or dtype not in _OUTPUTS or x.numel() == 0 or not _address(plan):
         return reference.carrier(x, plan, axis, scale, dtype, rng, counters)
     y = _prepared(x, plan, axis)
-    done = _run(y, plan, axis, scale, torch.empty(y.shape, dtype=dtype), rng, counters)
+    done = _run(y, plan, axis, scale, torch.empty_like(y, dtype=dtype), rng, counters)
     if done is None:
         return reference.carrier(x, plan, axis, scale, dtype, rng, counters)
     left = done.tensor_scale if plan.folds_into_values else done.scale
