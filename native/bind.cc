@@ -1,9 +1,11 @@
 #include "bind.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "dispatch.h"
@@ -24,9 +26,16 @@ NB_MODULE(_native, m) {
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
+  // Instruction set -> the CPU features its path needs, each with whether this CPU has it.
+  m.def("cpu_features", [] {
+    std::vector<std::tuple<std::string, std::string, bool>> rows;
+    for (const Feature& f : cpu_features()) rows.emplace_back(isa_name(f.isa), f.name, f.present);
+    return rows;
+  });
   bind_block(m);
   bind_accumulate(m);
   bind_cast(m);
+  bind_stats(m);
   bind_epilogue(m);
   bind_optim(m);
   bind_fused(m);

@@ -18,6 +18,7 @@ T* at(Address address) {
 void bind_block(nanobind::module_& m);
 void bind_accumulate(nanobind::module_& m);
 void bind_cast(nanobind::module_& m);
+void bind_stats(nanobind::module_& m);
 void bind_epilogue(nanobind::module_& m);
 void bind_optim(nanobind::module_& m);
 void bind_fused(nanobind::module_& m);

@@ -8,22 +8,9 @@ namespace {
 
 bool cpu_has(Isa isa) {
 #ifdef LOWPREC_HAVE_AVX512BF16
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512cd");
-  switch (isa) {
-    case Isa::avx2:
-      return avx2;
-    case Isa::avx512:
-      return avx512;
-    case Isa::avx512bf16:
-      return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-             __builtin_cpu_supports("avx512vnni");
-    default:
-      return true;
-  }
+  for (const Feature& f : cpu_features())
+    if (f.isa <= isa && !f.present) return false;
+  return true;
 #else
   return isa == Isa::scalar;
 #endif
@@ -35,6 +22,27 @@ std::atomic<int>& chosen() {
 }
 
 }  // namespace
+
+std::vector<Feature> cpu_features() {
+#ifdef LOWPREC_HAVE_AVX512BF16
+  __builtin_cpu_init();
+#define LOWPREC_FEATURE(isa, name) Feature{Isa::isa, name, __builtin_cpu_supports(name) != 0}
+  return {LOWPREC_FEATURE(avx2, "avx2"),
+          LOWPREC_FEATURE(avx2, "fma"),
+          LOWPREC_FEATURE(avx2, "bmi2"),
+          LOWPREC_FEATURE(avx512, "avx512f"),
+          LOWPREC_FEATURE(avx512, "avx512bw"),
+          LOWPREC_FEATURE(avx512, "avx512dq"),
+          LOWPREC_FEATURE(avx512, "avx512vl"),
+          LOWPREC_FEATURE(avx512, "avx512cd"),
+          LOWPREC_FEATURE(avx512bf16, "avx512bf16"),
+          LOWPREC_FEATURE(avx512bf16, "avx512vbmi"),
+          LOWPREC_FEATURE(avx512bf16, "avx512vnni")};
+#undef LOWPREC_FEATURE
+#else
+  return {};
+#endif
+}
 
 Isa best_isa() {
   for (Isa isa : {Isa::avx512bf16, Isa::avx512, Isa::avx2})

@@ -5,6 +5,8 @@
 // in the kernel source `const Struct name = {...};` inside namespace lowprec::LOWPREC_ISA.
 #pragma once
 
+#include <vector>
+
 namespace lowprec {
 
 enum class Isa { scalar = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3 };
@@ -14,6 +16,13 @@ Isa best_isa();         // the best this CPU has and this build contains
 bool has_isa(Isa isa);  // whether this CPU and this build have it
 bool set_isa(Isa isa);  // false when it is not there
 const char* isa_name(Isa isa);
+
+struct Feature {
+  Isa isa;
+  const char* name;
+  bool present;
+};
+std::vector<Feature> cpu_features();  // what each path needs, and whether the CPU has it
 
 #ifdef LOWPREC_HAVE_AVX512BF16
 #define LOWPREC_DECLARE(Struct, name) \

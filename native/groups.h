@@ -109,21 +109,43 @@ struct PowerRule {
   }
 };
 
-inline float power_of_two(int k) { return real(k <= -127 ? 1u << 22 : static_cast<uint32_t>(k + 127) << 23); }
-
 // Scales of n groups from their magnitudes. Returns the smallest exponent of a power-of-two fold.
-inline int power_scales(const uint32_t* top, size_t n, const PowerRule& rule, float* factor, float* fold, void* stored,
-                        bool bytes) {
+inline int power_scales(const uint32_t* __restrict top, size_t n, const PowerRule& rule, float* __restrict factor,
+                        float* __restrict fold, void* stored, bool bytes) {
   int lowest = 127;
-  for (size_t i = 0; i < n; ++i) {
-    const bool bad = top[i] >= kInfBits;
-    const int k = top[i] == 0 || bad ? 0 : rule(top[i]);
-    lowest = std::min(lowest, k);
-    factor[i] = bad ? real(kNanBits) : k == 127 ? real(1u << 22) : real(static_cast<uint32_t>(127 - k) << 23);
-    fold[i] = bad ? real(kNanBits) : power_of_two(k);
-    if (bytes && stored) static_cast<uint8_t*>(stored)[i] = static_cast<uint8_t>(bad ? 255 : k + 127);
-    if (!bytes && stored) static_cast<float*>(stored)[i] = fold[i];
+  // Where the format reaches 2, a subnormal magnitude has the smallest scale whatever its bits: no branch is needed.
+  const bool simple = rule.top >= 1;
+  const int top_exponent = rule.top + 127;
+  const int cut = rule.rule == kFloorRule  ? 1 << 23
+                  : rule.rule == kCeilRule ? 1
+                  : rule.rule == kEvenRule ? rule.half
+                                           : rule.top_mantissa + 1;
+  alignas(64) int exponents[kChunk];
+  for (size_t at = 0; at < n; at += kChunk) {
+    const size_t count = std::min(kChunk, n - at);
+    const uint32_t* const t = top + at;
+    if (simple)
+      for (size_t i = 0; i < count; ++i) {
+        const int e = static_cast<int>(t[i] >> 23), mantissa = static_cast<int>(t[i] & 0x7FFFFFu);
+        const int k = std::min(std::max(e - top_exponent + (mantissa >= cut), -127), 127);
+        exponents[i] = e == 0 ? -127 : k;
+      }
+    else
+      for (size_t i = 0; i < count; ++i) exponents[i] = rule(t[i]);
+    for (size_t i = 0; i < count; ++i) {
+      const bool bad = t[i] >= kInfBits;
+      const int k = t[i] == 0 || bad ? 0 : exponents[i];
+      const uint32_t inverse = k == 127 ? 1u << 22 : static_cast<uint32_t>(127 - k) << 23;
+      const uint32_t direct = k == -127 ? 1u << 22 : static_cast<uint32_t>(127 + k) << 23;
+      lowest = std::min(lowest, k);
+      factor[at + i] = real(bad ? kNanBits : inverse);
+      fold[at + i] = real(bad ? kNanBits : direct);
+      exponents[i] = bad ? 255 : k + 127;
+    }
+    if (stored && bytes)
+      for (size_t i = 0; i < count; ++i) static_cast<uint8_t*>(stored)[at + i] = static_cast<uint8_t>(exponents[i]);
   }
+  if (stored && !bytes) std::memcpy(stored, fold, n * 4);
   return lowest;
 }
 
@@ -138,21 +160,26 @@ inline void divide_scales(const uint32_t* top, size_t n, float max, float* facto
 }
 
 // NVFP4: e4m3 block scales under one fp32 scale; `whole` is S of the tensor.
-inline void two_level_scales(const uint32_t* top, size_t n, const Format& f, float whole, float min_block_scale,
-                             float* factor, float* fold, void* stored) {
+inline void two_level_scales(const uint32_t* __restrict top, size_t n, const Format& f, float whole,
+                             float min_block_scale, float* __restrict factor, float* __restrict fold, void* stored) {
   const float per = whole / f.max_value;
   constexpr uint32_t emin = 121u << 23, add = 20u << 23, shift = 20, largest = 0x43E00000u;  // e4m3: 448, 2^-6
-  for (size_t i = 0; i < n; ++i) {
-    float wanted = real(top[i]) * per;
-    wanted = wanted < min_block_scale ? min_block_scale : wanted;
-    const uint32_t a = bits_of(wanted) & 0x7FFFFFFFu, c = std::min(a, largest), e = std::max(c & kInfBits, emin);
-    const float magic = real(e + add), value = (real(c) + magic) - magic;
-    const uint32_t code = bits_of(real(c) + magic) - (e + add) + ((e - emin) >> shift);
-    const bool bad = whole != whole;
-    const float m = std::min(whole / value, real(0x7F7FFFFFu));
-    factor[i] = bad ? real(kNanBits) : m;
-    fold[i] = bad ? real(kNanBits) : value;
-    if (stored) static_cast<uint8_t*>(stored)[i] = static_cast<uint8_t>(bad ? 0x7F : code);
+  const bool bad = whole != whole;
+  alignas(64) uint32_t codes[kChunk];
+  for (size_t at = 0; at < n; at += kChunk) {
+    const size_t count = std::min(kChunk, n - at);
+    for (size_t i = 0; i < count; ++i) {
+      float wanted = real(top[at + i]) * per;
+      wanted = wanted < min_block_scale ? min_block_scale : wanted;
+      const uint32_t a = bits_of(wanted) & 0x7FFFFFFFu, c = std::min(a, largest), e = std::max(c & kInfBits, emin);
+      const float magic = real(e + add), value = (real(c) + magic) - magic;
+      const float m = whole / value;
+      codes[i] = bad ? 0x7Fu : bits_of(real(c) + magic) - (e + add) + ((e - emin) >> shift);
+      factor[at + i] = bad ? real(kNanBits) : m < real(0x7F7FFFFFu) ? m : real(0x7F7FFFFFu);
+      fold[at + i] = bad ? real(kNanBits) : value;
+    }
+    if (stored)
+      for (size_t i = 0; i < count; ++i) static_cast<uint8_t*>(stored)[at + i] = static_cast<uint8_t>(codes[i]);
   }
 }
 

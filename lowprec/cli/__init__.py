@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("lowprec.cli.config", "Write lowprec.toml by asking."),
     "report": ("lowprec.cli.report", "Make the report page of a run."),
     "train": ("lowprec.cli.train", "Train a model under one recipe, with checkpoints and resume."),
+    "bench": ("lowprec.cli.bench", "Measure kernels, training and optimizers."),
+    "env": ("lowprec.cli.env", "Say what this machine has, and which path is used."),
     "completion": ("lowprec.cli.completion", "Print the completion script of a shell."),
 }
 

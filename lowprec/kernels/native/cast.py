@@ -7,16 +7,28 @@ bit. A `Format` is packed into ten integers once and known to the core by the ad
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lowprec.formats import Format
 from lowprec.kernels import native_core
+from lowprec.kernels.reference import cast as reference
 from lowprec.kernels.reference.cast import no_nan_message
 from lowprec.kernels.reference.rounding import Rng, default_bits
 
-__all__ = ["amax", "decode", "descriptor", "encode", "round_to"]
+__all__ = [
+    "amax",
+    "block_amax",
+    "decode",
+    "descriptor",
+    "encode",
+    "hadamard16",
+    "round_to",
+    "tensor_stats",
+    "transpose",
+]
 
 _core = native_core()
 
@@ -123,3 +135,57 @@ def amax(x: Tensor) -> Tensor:
     result = torch.empty((), dtype=torch.float32)
     _core.amax_into(x.data_ptr(), DTYPES[x.dtype], x.numel(), result.data_ptr(), torch.get_num_threads())
     return result
+
+
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """See `lowprec.kernels.cast.block_amax`."""
+    if x.dtype == torch.float64 or x.numel() == 0:
+        return reference.block_amax(x, block)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    (rows, columns), (down, across) = x.shape, block
+    result = torch.empty(-(-rows // down), -(-columns // across), dtype=torch.float32)
+    threads = torch.get_num_threads()
+    _core.block_amax(x.data_ptr(), DTYPES[x.dtype], rows, columns, down, across, result.data_ptr(), threads)
+    return result
+
+
+def tensor_stats(tensors: Sequence[Tensor]) -> Tensor:
+    """See `lowprec.kernels.cast.tensor_stats`."""
+    dense = [x if x.is_contiguous() else x.contiguous() for x in tensors]
+    result = torch.empty(len(dense), 4, dtype=torch.float64)
+    addresses, dtypes = [x.data_ptr() for x in dense], [DTYPES[x.dtype] for x in dense]
+    sizes = [x.numel() for x in dense]
+    _core.tensor_stats(addresses, dtypes, sizes, result.data_ptr(), torch.get_num_threads())
+    return result
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """See `lowprec.kernels.cast.transpose`."""
+    if not codes.is_contiguous():
+        codes = codes.contiguous()
+    rows, columns = codes.shape
+    result = torch.empty(columns, rows, dtype=codes.dtype)
+    threads = torch.get_num_threads()
+    _core.transpose(codes.data_ptr(), rows, columns, codes.element_size(), result.data_ptr(), threads)
+    return result
+
+
+def hadamard(x: Tensor, signs: Tensor, down: bool) -> Tensor:
+    """The 16-point transform of a matrix along its last axis, or (down) its first."""
+    rows, columns = x.shape
+    result = torch.empty(rows, columns, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    signs = signs.to(torch.float32).contiguous()
+    _core.hadamard16(x.data_ptr(), DTYPES[x.dtype], rows, columns, signs.data_ptr(), down, result.data_ptr(), threads)
+    return result
+
+
+def hadamard16(x: Tensor, signs: Tensor) -> Tensor:
+    """See `lowprec.kernels.cast.hadamard16`."""
+    if x.dtype == torch.float64 or x.numel() == 0 or x.dim() == 0:
+        return reference.hadamard16(x, signs)
+    x = x.detach()
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return hadamard(x.view(-1, x.shape[-1]), signs, False).view(x.shape)

@@ -1,8 +1,7 @@
 """The compiled scaled casts: allocates codes, values and scales, and passes addresses.
 
-The meaning is that of `lowprec.kernels.reference.scale`, bit for bit, and what is rare is left to it: float64,
-asymmetric integers, the rule "mean", formats that fp32 cannot hold, and results that put a NaN into a format without
-one.
+The meaning is that of `lowprec.kernels.reference.scale`, bit for bit, and what is rare is left to it: float64 input,
+asymmetric integers, the rule "mean", formats that fp32 cannot hold, and a NaN where there is no code for it.
 """
 
 from __future__ import annotations
@@ -15,9 +14,17 @@ from torch import Tensor
 
 from lowprec.formats import Format, format
 from lowprec.kernels import native_core
-from lowprec.kernels.native.cast import DTYPES, OVERFLOWS, ROUNDINGS, decode, descriptor, rng_numbers
+from lowprec.kernels.native.cast import (
+    DTYPES,
+    OVERFLOWS,
+    ROUNDINGS,
+    decode,
+    descriptor,
+    hadamard,
+    rng_numbers,
+    transpose,
+)
 from lowprec.kernels.reference import scale as reference
-from lowprec.kernels.reference.cast import hadamard16
 from lowprec.kernels.reference.rounding import Rng
 from lowprec.kernels.reference.scale import Carrier, QuantizedParts, group_of, scale_shape, scale_values
 
@@ -65,8 +72,8 @@ def _fits(fmt: Format) -> bool:
 def _prepared(x: Tensor, plan: Plan, axis: int) -> Tensor:
     x = x.detach()
     if plan.hadamard:
-        signs = torch.tensor(plan.signs, dtype=torch.float32)
-        x = hadamard16(x, signs) if axis == -1 else hadamard16(x.t(), signs).t()
+        x = x if x.is_contiguous() else x.contiguous()
+        return hadamard(x, torch.tensor(plan.signs, dtype=torch.float32), axis == -2)
     return x if x.is_contiguous() else x.contiguous()
 
 
@@ -153,7 +160,7 @@ def quantize_t(
     """See `lowprec.kernels.scale.quantize_t`."""
     parts = quantize(x, plan, axis, scale, rng, counters)
     return parts._replace(
-        codes=parts.codes.t().contiguous(),
+        codes=transpose(parts.codes),
         scale=None if parts.scale is None else parts.scale.t().contiguous(),
         zero_point=None if parts.zero_point is None else parts.zero_point.t().contiguous(),
     )
