@@ -24,11 +24,12 @@ $(STAMP): $(VENV)/.requirements $(NATIVE)
 demo: setup
 	$(BIN)/lowprec compare --report demo-report.html
 
+# One thread a worker: two workers with two threads each would fight over two cores. Tests of threads ask for their own.
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not long"
 
 test-all: setup
-	$(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 	bash tests/native/sanitize.sh
 
 lint: setup
