@@ -165,6 +165,8 @@ class Batch:
     program: Program
     slots: list[Slot]
     table: Any = field(default=None, repr=False)  # the native backend's table of addresses
+    addresses: list[int] | None = None  # of the gradients, for the native backend; None: ask the slots
+    spoiled: bool = False  # a slot of the last native update has elements that are not finite
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:

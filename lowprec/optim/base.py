@@ -7,8 +7,8 @@ checks before anything is written, and states as plain tensors.
 A step has two halves. The first looks at everything (hyperparameters, gradients, shapes, dtypes) and may raise; the
 second calls the kernels and cannot. So an error never leaves half of the parameters updated.
 
-Parameters that share a program, a step count and a gradient factor form a `Batch`, which is kept between steps: what
-changes from step to step are the addresses of gradients and the coefficients.
+Parameters that share a program, a step count and a gradient factor form a `Batch`, which serves the next steps too as
+long as nothing but gradients and coefficients changes (`lowprec.optim.kept`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lowprec.errors import LowprecWarning
 from lowprec.kernels import optim as kernels
 from lowprec.kernels.stores import STORES, Batch, Program, Slot
 from lowprec.optim import layout
+from lowprec.optim.kept import Kept, keep
 
 __all__ = ["LowPrecOptimizer", "settings"]
 
@@ -60,13 +61,15 @@ class LowPrecOptimizer(Optimizer):
     RULE: ClassVar[str] = "sgd"
     # name of a state -> whether it can be negative
     STATES: ClassVar[dict[str, bool]] = {}
+    # whether batches serve more than one step
+    KEEPS: ClassVar[bool] = True
+    _kept: Kept | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], seed: int = 0) -> None:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be in 0 .. 2^64 - 1, got {seed}")
         self.seed = seed
         self.nonfinite: dict[torch.Tensor, int] = {}
-        self._batches: dict[Any, Batch] = {}
         self._streams: dict[torch.Tensor, int] = {}
         super().__init__(params, defaults)
 
@@ -169,8 +172,43 @@ class LowPrecOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._update(self._collect(grad_factor))
+            if not self._again(grad_factor):
+                self._kept = None
+                work = self._collect(grad_factor)
+                self._update(work)
+                if self.KEEPS:
+                    self._kept = keep(self, work)
         return loss
+
+    def _again(self, grad_factor: float | Mapping[torch.Tensor, float]) -> bool:
+        """The step with what the last one left, if nothing but gradients and coefficients has changed."""
+        last = self._kept
+        if last is None or not last.stands(self):
+            return False
+        grads, factors = last.gradients(), last.factors(grad_factor)
+        if grads is None or factors is None:
+            return False
+        for group in self.param_groups:
+            self._check_group(group)
+        made = [
+            self._numbers(owner, factor, step + 1)
+            for (owner, _, step, _), factor in zip(last.batches, factors, strict=True)
+        ]
+        self.nonfinite, start = {}, 0
+        for number, (owner, batch, step, params) in enumerate(last.batches):
+            batch.addresses = last.grad_addresses[start : start + len(params)]
+            kernels.update(batch, made[number], self.seed, step + 1)
+            if batch.spoiled:
+                self.nonfinite.update((p, s.nonfinite) for p, s in zip(params, batch.slots, strict=True) if s.nonfinite)
+            last.count(start, start + len(params), step + 1)
+            last.batches[number] = (owner, batch, step + 1, params)
+            start += len(params)
+        return True
+
+    def _numbers(self, group: Mapping[str, Any], factor: float, step: int) -> list[float]:
+        """What the kernel multiplies by: gradient factor, decays, the rule's own."""
+        sign = -1.0 if group.get("maximize", False) else 1.0
+        return [sign * factor, *self._decay(group), *self._coefficients(group, step)]
 
     def _collect(self, grad_factor: float | Mapping[torch.Tensor, float]) -> list[_Work]:
         """Everything a step needs, checked."""
@@ -198,13 +236,7 @@ class LowPrecOptimizer(Optimizer):
             slot = self._slot(p, group)
             slot.grad, slot.grad_scale = grad, scale
             slots.append(slot)
-        sign = -1.0 if group.get("maximize", False) else 1.0
-        return (
-            Batch(program, slots),
-            [sign * factor, *self._decay(group), *self._coefficients(group, step)],
-            step,
-            [p for p, _, _ in items],
-        )
+        return Batch(program, slots), self._numbers(group, factor, step), step, [p for p, _, _ in items]
 
     def _update(self, work: list[_Work]) -> None:
         for batch, coefficients, step, _ in work:
@@ -385,7 +417,7 @@ class LowPrecOptimizer(Optimizer):
         self.seed = int(state_dict.get("seed", self.seed))
         self.state.clear()
         self.state.update(loaded)
-        self._batches.clear()
+        self._kept = None
 
     def _check_state(
         self, who: str, p: torch.Tensor, group: Mapping[str, Any], given: Mapping[str, Any]
@@ -410,6 +442,10 @@ class LowPrecOptimizer(Optimizer):
                 raise ValueError(f"{who}: {name} must be {tuple(wanted.shape)} {wanted.dtype}, got {got}")
             state[name] = value.detach().to(p.device, copy=True).contiguous()
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"seed": self.seed, "_streams": self._streams, "nonfinite": self.nonfinite, "_kept": None}
+        return {**super().__getstate__(), **own}
 
     def _group(self, param: torch.Tensor) -> dict[str, Any]:
         for group in self.param_groups:

@@ -23,6 +23,7 @@ class Computed(LowPrecOptimizer):
     """Base of optimizers that give `_direction`."""
 
     RULE = "sgd"
+    KEEPS = False
 
     def _direction(
         self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any], step: int

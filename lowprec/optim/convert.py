@@ -134,7 +134,7 @@ def load_torch_state(optimizer: LowPrecOptimizer, state_dict: dict[str, Any]) ->
     for p, given in fresh.items():
         optimizer.state.pop(p, None)
         optimizer._state(p, optimizer._group(p)).update(given)
-    optimizer._batches.clear()
+    optimizer._kept = None
 
 
 def _encoded(

@@ -6,6 +6,7 @@ rewrites the column of gradients alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -49,12 +50,18 @@ def update(batch: Batch, coefficients: Sequence[float], seed: int, step: int) ->
     if batch.table is None:
         batch.table = (torch.tensor([_row(s) for s in batch.slots], dtype=torch.int64), _codes(batch.program))
     table, codes = batch.table
-    table[:, _GRAD] = torch.tensor([_address(s.grad) for s in batch.slots])
-    table[:, _GRAD_SCALE] = torch.tensor([_address(s.grad_scale) for s in batch.slots])
+    if batch.addresses is None:
+        table[:, _GRAD] = torch.tensor([_address(s.grad) for s in batch.slots])
+        table[:, _GRAD_SCALE] = torch.tensor([_address(s.grad_scale) for s in batch.slots])
+    else:
+        table[:, _GRAD] = torch.frombuffer(array("q", batch.addresses), dtype=torch.int64)
     threads = torch.get_num_threads()
     native_core().optim_update(codes, list(coefficients), seed, step, threads, table.data_ptr(), len(batch.slots))
-    for slot, bad in zip(batch.slots, table[:, _NONFINITE].tolist(), strict=True):
-        slot.nonfinite = bad
+    spoiled = bool(table[:, _NONFINITE].any())
+    if spoiled or batch.spoiled:
+        for slot, bad in zip(batch.slots, table[:, _NONFINITE].tolist(), strict=True):
+            slot.nonfinite = bad
+    batch.spoiled = spoiled
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor | None, s: Store, shape: Sequence[int]) -> torch.Tensor:
