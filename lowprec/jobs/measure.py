@@ -114,7 +114,9 @@ def _tensors(value: Any, seen: set[int], depth: int = 0) -> Iterator[torch.Tenso
         children = value
     elif type(value).__module__.startswith("lowprec.") or isinstance(value, torch.optim.Optimizer):
         slots = [s for cls in type(value).__mro__ for s in getattr(cls, "__slots__", ())]
-        children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, s, None) for s in slots)]
+        own = getattr(value, "__dict__", {})
+        # `_kept` points at the states once more and holds a few addresses a tensor: bookkeeping, not a state
+        children = [*(v for k, v in own.items() if k != "_kept"), *(getattr(value, s, None) for s in slots)]
     for child in children:
         yield from _tensors(child, seen, depth + 1)
 
