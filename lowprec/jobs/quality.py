@@ -85,7 +85,7 @@ def run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, dict[str, Any]]]:
 @contextlib.contextmanager
 def _threads_of_children(threads: int) -> Iterator[None]:
     """Let a child's OpenMP pool start with its own share of the cores."""
-    before = os.environ.get("OMP_NUM_THREADS")  # LOWPREC_ has no part in it: it is OpenMP's own variable
+    before = os.environ.get("OMP_NUM_THREADS")  # a child reads it as it loads OpenMP
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield

@@ -309,9 +309,10 @@ def carrier_both(
     rng: Rng | None = None,
     counters: bool = False,
 ) -> tuple[Carrier, Carrier]:
-    """The carriers of one matrix along axis -1 under `cast_a` and along axis -2 under `cast_b`, from one read.
+    """The carriers of one matrix along axis -1 under `cast_a` and along axis -2 under `cast_b`.
 
-    Where both are the same tensor, as under one scale for the whole matrix, the same object may be returned twice.
+    Natively this is two passes unless one tensor serves both. Where both are the same tensor, as under one scale for the
+    whole matrix, the same object may be returned twice.
     """
     plan_a, plan_b = plan_of(cast_a), plan_of(cast_b)
     _check(x, plan_a, -1, scale_a, rng)
