@@ -311,8 +311,8 @@ def carrier_both(
 ) -> tuple[Carrier, Carrier]:
     """The carriers of one matrix along axis -1 under `cast_a` and along axis -2 under `cast_b`.
 
-    Natively this is two passes unless one tensor serves both. Where both are the same tensor, as under one scale for the
-    whole matrix, the same object may be returned twice.
+    Natively this is two passes unless one tensor serves both. Where both are the same tensor, as under one scale for
+    the whole matrix, the same object may be returned twice.
     """
     plan_a, plan_b = plan_of(cast_a), plan_of(cast_b)
     _check(x, plan_a, -1, scale_a, rng)
